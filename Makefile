@@ -1,0 +1,35 @@
+# Every target creates and reuses .venv; nothing else on the machine is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+OUT ?= runs/demo
+
+# One thread a process: the graphs of the tests are small, and pytest runs a process a core.
+TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 MPLBACKEND=Agg
+
+.PHONY: demo test lint format study-graphs benchmark-graph clean
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/bayesian-attention compare cora --attention softmax,weibull,lognormal --seeds 3 --out $(OUT)
+
+test: $(READY)
+	$(TEST_ENV) $(BIN)/pytest -n auto
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

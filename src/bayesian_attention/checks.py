@@ -1,0 +1,41 @@
+"""Checks of arguments, whose errors name the argument, what came and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+
+def finite(owner: str, name: str, value: object) -> float:
+    """``value`` as a float, if it is a finite number.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise ValueError(f"{owner}: {name} must be a finite number; got {value!r}")
+
+
+def positive(owner: str, name: str, value: object) -> float:
+    """``value`` as a float, if it is a positive, finite number.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        number = float(value)
+        if math.isfinite(number) and number > 0:
+            return number
+    raise ValueError(f"{owner}: {name} must be a positive, finite number; got {value!r}")
+
+
+def at_least(owner: str, name: str, value: object, least: int) -> int:
+    """``value`` as an int, if it is a whole number of at least ``least``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least:
+        return int(value)
+    raise ValueError(f"{owner}: {name} must be a whole number of at least {least}; got {value!r}")

@@ -1,0 +1,200 @@
+"""The one seam: every layer of every host ends here."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bayesian_attention import engine
+from bayesian_attention.divergences import entrywise, reduce_valid
+from bayesian_attention.engine import AttentionOutput, noise, reference
+from bayesian_attention.engine.rows import DenseRows, NoiseAddress, Rows, log_normalise
+from bayesian_attention.numerics import autocast_off, wide
+from bayesian_attention.posteriors import Posterior
+from bayesian_attention.priors import ConstantPrior, Prior
+
+
+class KLTerm(NamedTuple):
+    """What one attention call contributes to the divergence.
+
+    Attributes:
+        total: sum over valid entries, batch included; shape ().
+        entries: number of valid entries; shape ().
+        examples: size of the batch; None where the attention cannot tell (a graph).
+        differentiable: whether gradients were on when it was computed.
+        training: whether the layer was in training mode.
+    """
+
+    total: Tensor
+    entries: Tensor
+    examples: int | None
+    differentiable: bool
+    training: bool
+
+
+class StochasticAttention(nn.Module):
+    """Draws the attention weights of one layer and records their divergence from the prior.
+
+    A host layer owns one as a submodule and enters by :meth:`attend`, where queries, keys and values are at
+    hand, or by :meth:`weights`, where only logits are.
+
+    Args:
+        posterior: family and settings.
+        prior: prior; a :class:`ConstantPrior` by default. A deterministic posterior takes none.
+        heads: number of attention heads (of the queries).
+        key_dim: features of a key a head; needed by priors that look at the keys.
+
+    Raises:
+        ValueError: a prior for a deterministic posterior, or settings that do not fit.
+    """
+
+    def __init__(
+        self, posterior: Posterior, prior: Prior | None = None, *, heads: int, key_dim: int | None = None
+    ) -> None:
+        super().__init__()
+        if not isinstance(posterior, Posterior):
+            raise TypeError(f"posterior: must be a posterior such as Weibull(); got {posterior!r}")
+        if prior is not None and not isinstance(prior, Prior):
+            raise TypeError(f"prior: must be a prior such as ConstantPrior(), or None; got {prior!r}")
+        family = posterior.prior_family
+        if family is None and prior is not None:
+            raise ValueError(f"prior: {posterior} has no divergence, so it takes no prior; got {prior}")
+        self.posterior = posterior.build(heads)
+        self.prior = None if family is None else (prior or ConstantPrior()).build(family, heads, key_dim)
+        self.heads = heads
+        #: Draw weights: True or False, or None to follow ``self.training``.
+        self.sampling: bool | None = None
+        #: Whether to compute and keep the divergence of a call.
+        self.record_kl = True
+        #: Seed of this layer, set by ``sampling(model, seed=…)``; None: a fresh seed a call.
+        self.seed: Tensor | None = None
+        self.sample_index: Tensor | int = 0
+        self.batch_ids: Tensor | None = None
+        #: Calls since the root's forward pass began, so that a shared layer draws anew in each.
+        self.call_number = 0
+        #: True once a root module delimits the forward passes; then terms are kept only inside one.
+        self.tracked = False
+        self.inside_forward = False
+        self.opened_by = 0
+        self.kl_terms: list[KLTerm] = []
+        self.calls_since_read = 0
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        query_offset: int | None = None,
+    ) -> AttentionOutput:
+        """Scaled dot-product attention; arguments as of :func:`bayesian_attention.attend`."""
+        address = self._address()
+        result = engine.attend(
+            query,
+            key,
+            value,
+            self.posterior,
+            mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            sample=address is not None,
+            seed=None if address is None else address.seed,
+            sample_index=0 if address is None else address.sample,
+            batch_ids=None if address is None else address.batch_ids,
+            query_offset=query_offset,
+        )
+        if self._recording:
+            with autocast_off(query):
+                logits, rows = reference.dense_logits(
+                    query,
+                    key,
+                    mask=mask,
+                    is_causal=is_causal,
+                    scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+                    query_offset=key.shape[-2] - query.shape[-2] if query_offset is None else query_offset,
+                )
+                groups = query.shape[-3] // key.shape[-3]
+                keys = key.repeat_interleave(groups, dim=-3) if groups > 1 else key
+                self._record(log_normalise(logits, rows)[0], rows, keys, _examples(logits))
+        return result
+
+    def weights(self, logits: Tensor, rows: Rows, keys: Tensor | None = None) -> Tensor:
+        """Attention weights for given logits.
+
+        Args:
+            logits: (…, H, Lq, Lk) with :class:`DenseRows`, or (E, H) with :class:`SegmentRows`.
+            rows: what is normalised over what, and which entries are valid.
+            keys: (…, H, Lk, D), or (H, N, D) of a graph; needed by priors that look at the keys.
+
+        Returns:
+            Weights of the shape and dtype of ``logits``; each row sums to 1, or is 0 where it is
+            masked throughout.
+        """
+        with autocast_off(logits):
+            wide_logits = wide(logits)
+            address = self._address()
+            spec, spread = self.posterior.spec, self.posterior()
+            log_w = reference.log_weights(wide_logits, rows, spec, spread, address)
+            if self._recording:
+                log_p = log_w if address is None else log_normalise(wide_logits, rows)[0]
+                self._record(log_p, rows, keys, _examples(logits) if isinstance(rows, DenseRows) else None)
+            return log_w.exp().to(logits.dtype)
+
+    @property
+    def _recording(self) -> bool:
+        return self.record_kl and self.prior is not None and (self.inside_forward or not self.tracked)
+
+    def _address(self) -> NoiseAddress | None:
+        """Where this call's noise lives; None for the posterior mean."""
+        active = self.training if self.sampling is None else self.sampling
+        if not active or not self.posterior.spec.stochastic:
+            return None
+        if self.seed is None:
+            return NoiseAddress(noise.new_seed())
+        seed = noise.derive_seed(self.seed, self.call_number)
+        self.call_number += 1
+        return NoiseAddress(seed, self.sample_index, self.batch_ids)
+
+    def _record(self, log_p: Tensor, rows: Rows, keys: Tensor | None, examples: int | None) -> None:
+        """Keep the divergence of one call, given the log of the mean weights."""
+        prior = self.prior
+        if prior is None:
+            return
+        log_prior: Tensor | None = None
+        if prior.needs_keys:
+            if keys is None:
+                raise ValueError(f"keys: {prior.spec} looks at the keys, and this attention was given none")
+            log_prior = log_normalise(rows.keys_over_entries(prior.scores(keys)), rows)[0]
+        if rows.valid is not None:
+            # Masked entries are −∞, whose differences are NaN; any finite value does, as they do not count.
+            log_p = log_p.masked_fill(~rows.valid, 0.0)
+            log_prior = None if log_prior is None else log_prior.masked_fill(~rows.valid, 0.0)
+        spread = self.posterior()
+        if isinstance(spread, Tensor):
+            spread = rows.heads_over_entries(spread)
+        parameters = prior.distribution(log_prior, rows.heads_over_entries)
+        divergence = reduce_valid(entrywise(self.posterior.spec, spread, log_p, parameters), rows.valid)
+        term = KLTerm(divergence.total, divergence.entries, examples, torch.is_grad_enabled(), self.training)
+        if self.tracked:
+            self.kl_terms = [*self.kl_terms, term]
+            return
+        # Without a root to delimit forward passes only the last call is kept, lest a loop that never
+        # reads the divergence keeps every graph alive. Calls in another mode are another pass.
+        same_mode = bool(self.kl_terms) and self.kl_terms[-1][3:] == term[3:]
+        self.calls_since_read = self.calls_since_read + 1 if same_mode else 1
+        self.kl_terms = [term]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Recorded terms belong to a graph: copies and files go without them."""
+        return {**self.__dict__, "kl_terms": [], "calls_since_read": 0}
+
+
+def _examples(logits: Tensor) -> int:
+    """Size of the batch of (…, H, Lq, Lk): its first dimension, or 1 where there is no batch."""
+    return logits.shape[0] if logits.dim() > 3 else 1

@@ -1,0 +1,1 @@
+"""Applications: data, model, recipe and metrics."""

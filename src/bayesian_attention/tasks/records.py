@@ -1,0 +1,126 @@
+"""Finished runs on disk: one JSON line each, and an npz file with what a report draws."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bayesian_attention.files import replacing
+
+RUNS_FILE = "runs.jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished run.
+
+    Attributes:
+        task: name of the task.
+        method: name of the method.
+        seed: seed of initialisation, training and draws.
+        identity: everything that the result depends on besides seed and versions: settings of the method
+            and of the recipe, fingerprint of the data.
+        metrics: results by their plain names.
+        info: what else is worth keeping: versions, seconds, epochs.
+    """
+
+    task: str
+    method: str
+    seed: int
+    identity: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    info: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """Equal for two runs that would repeat each other."""
+        return json.dumps([self.task, self.method, self.seed, self.identity], sort_keys=True)
+
+    @property
+    def stem(self) -> str:
+        """Name of the run's files, without an ending."""
+        return f"{self.task}-{self.method.replace('+', '-')}-{self.seed}"
+
+    def to_line(self) -> str:
+        """One line of JSON, the metrics at the top level."""
+        head = {"task": self.task, "method": self.method, "seed": self.seed}
+        return json.dumps({**head, **self.metrics, "identity": self.identity, "info": self.info}) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Record:
+        """The record that :meth:`to_line` wrote.
+
+        Raises:
+            ValueError: the line is not a record.
+        """
+        try:
+            data = json.loads(line)
+            head = {name: data.pop(name) for name in ("task", "method", "seed", "identity", "info")}
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"is not a finished run ({type(error).__name__}: {error})") from error
+        metrics = {name: value for name, value in data.items() if isinstance(value, (int, float))}
+        return cls(**head, metrics=metrics)
+
+
+def append_record(folder: Path, record: Record) -> None:
+    """Add a run to the folder's list, at once and durably.
+
+    A line that an earlier kill left unfinished is closed first, so that it cannot swallow the new one.
+    """
+    path = folder / RUNS_FILE
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(record.to_line().encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_records(folder: Path) -> tuple[list[Record], list[str]]:
+    """The finished runs of a folder, and a complaint for each line that is none.
+
+    A later line replaces an earlier one of the same run.
+
+    Raises:
+        ValueError: the list is there and cannot be read.
+    """
+    path = folder / RUNS_FILE
+    if not path.exists():
+        return [], []
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
+    records: dict[str, Record] = {}
+    complaints = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = Record.from_line(line)
+        except ValueError as error:
+            complaints.append(f"{path}:{number}: {error}")
+            continue
+        records[record.key] = record
+    return list(records.values()), complaints
+
+
+def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write named arrays as a compressed npz, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+
+
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays that :func:`save_arrays` wrote; nothing is unpickled."""
+    with np.load(path, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
