@@ -111,11 +111,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--methods", default=",".join(GRIDS))
     arguments = parser.parse_args()
-    lines = (
-        [json.loads(line) for line in arguments.out.read_text().splitlines()]
-        if arguments.out.exists()
-        else []
-    )
+    lines = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
     done = {json.dumps([line["method"], line["setting"], line["seed"]]) for line in lines}
     jobs: list[Job] = [
         (arguments.task, name, setting, seed)

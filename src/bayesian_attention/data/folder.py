@@ -35,7 +35,5 @@ def find(name: str, relative: str, folder: Path | None = None) -> Path:
         )
     path = folder / relative
     if not path.is_file():
-        raise ValueError(
-            f"{name}: there is no {path}; docs/data.md says how to make it from its publisher's files"
-        )
+        raise ValueError(f"{name}: there is no {path}; docs/data.md says how to make it from its publisher's files")
     return path

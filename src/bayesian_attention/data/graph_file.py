@@ -80,9 +80,7 @@ def load_graph(path: Path, name: str | None = None) -> Graph:
     arrays = _read_arrays(path)
     x_shape = _integers(path, arrays, "x_shape", 1)
     if x_shape.shape != (2,) or (x_shape < 1).any():
-        raise ValueError(
-            f"{path}: x_shape must be two positive numbers, nodes and features; got {x_shape.tolist()}"
-        )
+        raise ValueError(f"{path}: x_shape must be two positive numbers, nodes and features; got {x_shape.tolist()}")
     nodes, features = (int(size) for size in x_shape)
     indptr, indices, values = _check_features(path, arrays, nodes, features)
     y = _integers(path, arrays, "y", 1)
@@ -118,22 +116,16 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError(
-                    f"{path}: is a single array, not an npz file with the arrays {', '.join(_REQUIRED)}"
-                )
+                raise ValueError(f"{path}: is a single array, not an npz file with the arrays {', '.join(_REQUIRED)}")
             missing = [name for name in _REQUIRED if name not in file.files]
             if missing:
-                raise ValueError(
-                    f"{path}: lacks {', '.join(missing)}; it has {', '.join(file.files) or 'no array'}"
-                )
+                raise ValueError(f"{path}: lacks {', '.join(missing)}; it has {', '.join(file.files) or 'no array'}")
             return {name: file[name] for name in _REQUIRED}
     except (zipfile.BadZipFile, EOFError, OSError) as error:
         raise ValueError(f"{path}: is truncated or no npz file ({error})") from error
     except ValueError as error:
         if "pickle" in str(error).lower():
-            raise ValueError(
-                f"{path}: holds pickled objects, which are never read; save plain arrays"
-            ) from error
+            raise ValueError(f"{path}: holds pickled objects, which are never read; save plain arrays") from error
         raise error if str(path) in str(error) else ValueError(f"{path}: is damaged ({error})") from error
 
 
@@ -166,24 +158,15 @@ def _check_features(
     indices = _integers(path, arrays, "x_indices", 1)
     values = arrays["x_data"]
     if values.ndim != 1 or values.dtype.kind not in "iufb":
-        raise ValueError(
-            f"{path}: x_data must hold numbers in 1 dimension; got {values.dtype} of {values.shape}"
-        )
-    if (
-        indptr.shape != (nodes + 1,)
-        or indptr[0] != 0
-        or (np.diff(indptr) < 0).any()
-        or indptr[-1] != indices.size
-    ):
+        raise ValueError(f"{path}: x_data must hold numbers in 1 dimension; got {values.dtype} of {values.shape}")
+    if indptr.shape != (nodes + 1,) or indptr[0] != 0 or (np.diff(indptr) < 0).any() or indptr[-1] != indices.size:
         raise ValueError(
             f"{path}: x_indptr must rise from 0 to the {indices.size} entries of x_indices in {nodes + 1} steps"
         )
     if values.shape != indices.shape:
         raise ValueError(f"{path}: x_data has {values.size} values for {indices.size} indices")
     if indices.size and (indices.min() < 0 or indices.max() >= features):
-        raise ValueError(
-            f"{path}: x_indices must lie in 0 … {features - 1}; got {indices.min()} … {indices.max()}"
-        )
+        raise ValueError(f"{path}: x_indices must lie in 0 … {features - 1}; got {indices.min()} … {indices.max()}")
     values = values.astype(np.float32)
     if not np.isfinite(values).all():
         raise ValueError(f"{path}: x_data holds a number that is not finite")

@@ -30,9 +30,7 @@ class Divergence(NamedTuple):
         return self.total / self.entries.clamp_min(1)
 
 
-def entrywise(
-    posterior: Posterior, parameter: float | Tensor, log_mean: Tensor, prior: PriorParameters
-) -> Tensor:
+def entrywise(posterior: Posterior, parameter: float | Tensor, log_mean: Tensor, prior: PriorParameters) -> Tensor:
     """KL(posterior ‖ prior) of every entry.
 
     Args:

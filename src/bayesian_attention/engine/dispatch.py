@@ -77,9 +77,7 @@ def attend(
     look_up("backend", backend, _BACKENDS)
     _check(query, key, value, mask)
     spec, parameter = (
-        (posterior, posterior.parameter)
-        if isinstance(posterior, Posterior)
-        else (posterior.spec, posterior())
+        (posterior, posterior.parameter) if isinstance(posterior, Posterior) else (posterior.spec, posterior())
     )
     if isinstance(parameter, Tensor) and parameter.numel() != query.shape[-3]:
         raise ValueError(f"posterior: has {parameter.numel()} heads, query has {query.shape[-3]}")

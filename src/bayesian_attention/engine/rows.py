@@ -19,8 +19,9 @@ from bayesian_attention.engine import noise
 class Rows(Protocol):
     """What attention needs to know of its rows."""
 
-    #: Boolean mask over the entries, True where the key may be attended to; None: everywhere.
-    valid: Tensor | None
+    @property
+    def valid(self) -> Tensor | None:
+        """Boolean mask over the entries, True where the key may be attended to; None: everywhere."""
 
     def log_sum_exp(self, log_weights: Tensor) -> Tensor:
         """Log-sum-exp of each row over its valid entries, −∞ for a row without any."""
@@ -172,9 +173,7 @@ class SegmentRows:
         device = like.device
         ids = address.batch_ids
         if isinstance(address.sample, Tensor) and address.sample.dim():
-            raise ValueError(
-                "sample_index: a graph takes one draw a pass, so its number must be a single one"
-            )
+            raise ValueError("sample_index: a graph takes one draw a pass, so its number must be a single one")
         if ids is not None and ids.numel() != self.count:
             raise ValueError(f"batch_ids: a graph needs one identity a node, {self.count}; got {ids.numel()}")
         ids = torch.arange(self.count, device=device) if ids is None else ids.to(device)
@@ -199,9 +198,7 @@ def _batch_words(address: NoiseAddress, leading: list[int], device: torch.device
         rows *= size
     ids, sample = address.batch_ids, address.sample
     if ids is None and isinstance(sample, Tensor) and sample.dim():
-        raise ValueError(
-            "sample: one number a batch row needs batch_ids, one identity a batch row, beside it"
-        )
+        raise ValueError("sample: one number a batch row needs batch_ids, one identity a batch row, beside it")
     if ids is None:
         words = noise.start(address.seed, sample, device=device)
         return words.absorb(torch.arange(rows, device=device)).absorb_position(
@@ -215,6 +212,4 @@ def _batch_words(address: NoiseAddress, leading: list[int], device: torch.device
     factor = rows // ids.numel()
     words = noise.start(address.seed, sample, device=device).absorb(ids)
     inner = torch.arange(factor, device=device)
-    return (
-        noise.RowWords(words.first.unsqueeze(-1), words.second.unsqueeze(-1)).absorb_position(inner).view(-1)
-    )
+    return noise.RowWords(words.first.unsqueeze(-1), words.second.unsqueeze(-1)).absorb_position(inner).view(-1)

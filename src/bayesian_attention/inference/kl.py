@@ -64,9 +64,7 @@ def kl_divergence(model: nn.Module, *, reduction: str = "sum", examples: int | N
     look_up("reduction", reduction, REDUCTIONS)
     layers = stochastic_layers(model)
     if not layers:
-        raise ValueError(
-            "model: has no stochastic attention; is it converted, or built of this library's layers?"
-        )
+        raise ValueError("model: has no stochastic attention; is it converted, or built of this library's layers?")
     tracked = all(layer.tracked for layer in layers) and _open_records in model._forward_pre_hooks.values()
     if not tracked:
         _check_single_calls(layers)

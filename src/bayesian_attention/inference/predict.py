@@ -101,9 +101,7 @@ def predict(
     pieces: list[Tensor] = []
     with _evaluating(model), torch.no_grad(), recording(model, False):
         for first in range(0, max(arguments.rows, 1), max(rows, 1)):
-            part = (
-                arguments if batch_size is None else arguments.slice(first, min(first + rows, arguments.rows))
-            )
+            part = arguments if batch_size is None else arguments.slice(first, min(first + rows, arguments.rows))
             draws = []
             for start in range(0, samples, samples_per_pass):
                 count = min(samples_per_pass, samples - start)
@@ -163,9 +161,7 @@ def _pick(result: Any) -> Tensor:
         return logits
     if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
         return result[0]
-    raise ValueError(
-        f"output: cannot tell which part of a {type(result).__name__} is the prediction; give output="
-    )
+    raise ValueError(f"output: cannot tell which part of a {type(result).__name__} is the prediction; give output=")
 
 
 class _Arguments:

@@ -183,9 +183,7 @@ class RegressionPrediction(Prediction):
         if self.noise_variance is None:
             raise ValueError("noise_variance: a density needs one; give it to predict()")
         variance = self.noise_variance.expand_as(self.samples)
-        log_density = -0.5 * (
-            (target - self.samples) ** 2 / variance + variance.log() + math.log(2 * math.pi)
-        )
+        log_density = -0.5 * ((target - self.samples) ** 2 / variance + variance.log() + math.log(2 * math.pi))
         return torch.logsumexp(log_density, dim=0) - math.log(self.samples.shape[0])
 
     def columns(self) -> dict[str, Tensor]:

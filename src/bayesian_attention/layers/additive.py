@@ -74,9 +74,7 @@ class AdditiveAttention(nn.Module):
             raise ValueError(f"value: shape {tuple(value.shape)} does not fit key's {tuple(key.shape)}")
         if mask is not None:
             if mask.dtype != torch.bool:
-                raise ValueError(
-                    f"mask: must be boolean, True where a key may be attended to; got {mask.dtype}"
-                )
+                raise ValueError(f"mask: must be boolean, True where a key may be attended to; got {mask.dtype}")
             shapes = [(key.shape[0], key.shape[1]), (key.shape[0], query.shape[1], key.shape[1])]
             if tuple(mask.shape) not in shapes:
                 raise ValueError(f"mask: must have shape {shapes[0]} or {shapes[1]}; got {tuple(mask.shape)}")

@@ -23,9 +23,7 @@ try:
     from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, TransformerConv
     from torch_geometric.typing import OptTensor
 except ImportError as error:  # pragma: no cover
-    raise ImportError(
-        "graph layers need PyTorch Geometric: pip install 'bayesian-attention[graph]'"
-    ) from error
+    raise ImportError("graph layers need PyTorch Geometric: pip install 'bayesian-attention[graph]'") from error
 
 
 class _Call(NamedTuple):
@@ -44,9 +42,9 @@ class _BayesianConv(MessagePassing):
     def _become_bayesian(self, posterior: Posterior | None, prior: Prior | None) -> None:
         """Give an initialised convolution its stochastic attention."""
         parameter = next(self.parameters())
-        self.stoch = StochasticAttention(
-            posterior or Weibull(), prior, heads=self.heads, key_dim=self.out_channels
-        ).to(parameter.device)
+        self.stoch = StochasticAttention(posterior or Weibull(), prior, heads=self.heads, key_dim=self.out_channels).to(
+            parameter.device
+        )
         if self.stoch.prior is not None and self.stoch.prior.needs_keys:
             self._key_map().register_forward_hook(_remember)
 
@@ -89,8 +87,7 @@ def _with_stochastic_softmax(method: Callable[..., Tensor]) -> Callable[..., Ten
     code: CodeType = method.__code__
     if "softmax" not in code.co_names:
         raise ImportError(
-            f"{method.__qualname__} of the installed torch_geometric calls no softmax; "
-            "this version is not supported"
+            f"{method.__qualname__} of the installed torch_geometric calls no softmax; this version is not supported"
         )
     namespace = {**method.__globals__, "softmax": _stochastic_softmax}
     return FunctionType(code, namespace, method.__name__, method.__defaults__, method.__closure__)
@@ -253,8 +250,6 @@ def _inspect_again(conv: MessagePassing) -> None:
     inspector.inspect_signature(conv.edge_update)
     special = conv.special_args
     conv._user_args = inspector.get_flat_param_names(["message", "aggregate", "update"], exclude=special)
-    conv._fused_user_args = inspector.get_flat_param_names(
-        ["message_and_aggregate", "update"], exclude=special
-    )
+    conv._fused_user_args = inspector.get_flat_param_names(["message_and_aggregate", "update"], exclude=special)
     conv._edge_user_args = inspector.get_param_names("edge_update", exclude=special)
     conv._set_jittable_templates()

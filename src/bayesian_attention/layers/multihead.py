@@ -43,9 +43,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         **kwargs: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, *args, **kwargs)
-        self.stoch = StochasticAttention(
-            posterior or Weibull(), prior, heads=self.num_heads, key_dim=self.head_dim
-        ).to(device=self.out_proj.weight.device)
+        self.stoch = StochasticAttention(posterior or Weibull(), prior, heads=self.num_heads, key_dim=self.head_dim).to(
+            device=self.out_proj.weight.device
+        )
         # TransformerEncoderLayer takes its fused path, which calls no attention module at all, only
         # where nothing is hooked.
         self.register_forward_pre_hook(_keep_off_the_fused_path)
@@ -98,9 +98,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         weights: Tensor | None = None
         if need_weights or dropout > 0:
-            logits, rows = dense_logits(
-                q, k, mask=mask, is_causal=False, scale=self.head_dim**-0.5, query_offset=0
-            )
+            logits, rows = dense_logits(q, k, mask=mask, is_causal=False, scale=self.head_dim**-0.5, query_offset=0)
             weights = F.dropout(self.stoch.weights(logits, rows, k).to(v.dtype), dropout)
             mixed = weights @ v
         else:
@@ -132,17 +130,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         """The extra key or value of ``add_bias_kv``, (B, H, 1, D)."""
         return bias.view(1, self.num_heads, 1, self.head_dim).expand(keys.shape[0], -1, -1, -1).to(keys.dtype)
 
-    def _merge(
-        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
-    ) -> Tensor | None:
+    def _merge(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         """One mask of the engine's kind (boolean True: attend, or additive) from the two of PyTorch."""
         batch, heads, queries, keys = *q.shape[:3], k.shape[2]
         if attn_mask is not None:
             shapes = [(queries, keys), (batch * heads, queries, keys)]
             if tuple(attn_mask.shape) not in shapes:
-                raise ValueError(
-                    f"attn_mask: must have shape {shapes[0]} or {shapes[1]}; got {tuple(attn_mask.shape)}"
-                )
+                raise ValueError(f"attn_mask: must have shape {shapes[0]} or {shapes[1]}; got {tuple(attn_mask.shape)}")
             if attn_mask.dim() == 3:
                 attn_mask = attn_mask.view(batch, heads, queries, keys)
         if key_padding_mask is not None:

@@ -121,9 +121,7 @@ class PriorModule(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} does not look at keys")
 
-    def distribution(
-        self, log_weights: Tensor | None, heads_view: Callable[[Tensor], Tensor]
-    ) -> PriorParameters:
+    def distribution(self, log_weights: Tensor | None, heads_view: Callable[[Tensor], Tensor]) -> PriorParameters:
         """The parameters of the prior of every entry.
 
         Args:

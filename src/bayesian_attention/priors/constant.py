@@ -45,9 +45,7 @@ class ConstantPrior(Prior):
 class ConstantPriorModule(PriorModule):
     """See :class:`ConstantPrior`."""
 
-    def distribution(
-        self, log_weights: Tensor | None, heads_view: Callable[[Tensor], Tensor]
-    ) -> PriorParameters:
+    def distribution(self, log_weights: Tensor | None, heads_view: Callable[[Tensor], Tensor]) -> PriorParameters:
         """Two numbers."""
         setting = self.spec.setting
         if self.family == "gamma":

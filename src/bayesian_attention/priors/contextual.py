@@ -69,9 +69,7 @@ class ContextualPrior(Prior):
     def module(self, family: str, heads: int, key_dim: int | None) -> ContextualPriorModule:
         """A module with the network."""
         if key_dim is None:
-            raise ValueError(
-                "ContextualPrior: this attention offers no keys; use ConstantPrior or LearnedPrior"
-            )
+            raise ValueError("ContextualPrior: this attention offers no keys; use ConstantPrior or LearnedPrior")
         return ContextualPriorModule(self, family, heads, key_dim)
 
 
@@ -103,9 +101,7 @@ class ContextualPriorModule(PriorModule):
             x = _ACTIVATIONS[self.activation](x, self.negative_slope)
         return (x @ wide(self.score_weight)).squeeze(-1)
 
-    def distribution(
-        self, log_weights: Tensor | None, heads_view: Callable[[Tensor], Tensor]
-    ) -> PriorParameters:
+    def distribution(self, log_weights: Tensor | None, heads_view: Callable[[Tensor], Tensor]) -> PriorParameters:
         """Concentration β c_j and rate β, or location log c_j and scale σ₀."""
         if log_weights is None:
             raise ValueError("ContextualPrior: keys are needed and none were given")

@@ -59,9 +59,7 @@ class LearnedPriorModule(PriorModule):
         raw = start if start > 30 else math.log(math.expm1(start))
         self.raw = nn.Parameter(torch.full((heads,), raw))
 
-    def distribution(
-        self, log_weights: Tensor | None, heads_view: Callable[[Tensor], Tensor]
-    ) -> PriorParameters:
+    def distribution(self, log_weights: Tensor | None, heads_view: Callable[[Tensor], Tensor]) -> PriorParameters:
         """One number a head, and a constant."""
         learned = heads_view(F.softplus(wide(self.raw)))
         if self.family == "gamma":

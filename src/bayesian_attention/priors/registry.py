@@ -11,9 +11,7 @@ from bayesian_attention.priors.constant import ConstantPrior
 from bayesian_attention.priors.contextual import ContextualPrior
 from bayesian_attention.priors.learned import LearnedPrior
 
-_PRIORS: dict[str, type[Prior]] = {
-    prior.name: prior for prior in (ConstantPrior, LearnedPrior, ContextualPrior)
-}
+_PRIORS: dict[str, type[Prior]] = {prior.name: prior for prior in (ConstantPrior, LearnedPrior, ContextualPrior)}
 
 
 def prior_named(name: str) -> type[Prior]:

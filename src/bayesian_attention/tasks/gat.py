@@ -38,9 +38,7 @@ class _BagProduct(torch.autograd.Function):
 
 
 def _bag(indices: Tensor, pointers: Tensor, values: Tensor, matrix: Tensor) -> Tensor:
-    return F.embedding_bag(
-        indices, matrix, pointers, mode="sum", per_sample_weights=values, include_last_offset=True
-    )
+    return F.embedding_bag(indices, matrix, pointers, mode="sum", per_sample_weights=values, include_last_offset=True)
 
 
 class SparseFeatures(nn.Module):
@@ -80,7 +78,7 @@ class SparseFeatures(nn.Module):
         """Product with a dense matrix (F, O) after dropout on the features, (N, O)."""
         # Dropping an entry that is zero changes nothing, so dropout on the stored ones is dropout on all.
         values: Tensor = F.dropout(self.values, dropout) if dropout else self.values
-        return _BagProduct.apply(matrix, self, values)  # type: ignore[no-any-return]
+        return _BagProduct.apply(matrix, self, values)
 
 
 class GAT(nn.Module):
@@ -95,6 +93,7 @@ class GAT(nn.Module):
         hidden: features a head of the first layer.
         heads: heads of the first layer.
         dropout: on the inputs of both layers and on the attention weights.
+        classes: number of classes; by default as many as the graph's labels have.
     """
 
     def __init__(
@@ -106,6 +105,7 @@ class GAT(nn.Module):
         hidden: int = 8,
         heads: int = 8,
         dropout: float = 0.6,
+        classes: int | None = None,
     ) -> None:
         from torch_geometric.nn import GATConv
 
@@ -118,7 +118,7 @@ class GAT(nn.Module):
         self.first = GATConv(heads * hidden, hidden, heads=heads, **common)
         # The projection of the sparse features replaces the layer's own.
         self.first.lin = nn.Identity()
-        self.second = GATConv(heads * hidden, graph.classes, heads=1, concat=False, **common)
+        self.second = GATConv(heads * hidden, classes or graph.classes, heads=1, concat=False, **common)
         if not isinstance(posterior, Softmax):
             from bayesian_attention.layers.graph import make_bayesian
 
@@ -145,9 +145,7 @@ class GAT(nn.Module):
         dropout = self.dropout if self.training else 0.0
         hidden = self.features(self.project, dropout)
         hidden, (_, first) = self.first(hidden, self.edge_index, return_attention_weights=True)
-        _, (_, second) = self.second(
-            F.dropout(F.elu(hidden), dropout), self.edge_index, return_attention_weights=True
-        )
+        _, (_, second) = self.second(F.dropout(F.elu(hidden), dropout), self.edge_index, return_attention_weights=True)
         return first, second
 
 

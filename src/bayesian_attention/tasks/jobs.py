@@ -19,9 +19,7 @@ Result = TypeVar("Result")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
-def run_jobs(
-    worker: Callable[[Job], Result], jobs: Sequence[Job], processes: int
-) -> Iterator[tuple[Job, Result]]:
+def run_jobs(worker: Callable[[Job], Result], jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, Result]]:
     """Yield each job with its result as it finishes.
 
     Graphs are small: one thread a process and a process a core is faster than all threads on one job.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from bayesian_attention.checks import finite
+from bayesian_attention.names import look_up
 from bayesian_attention.posteriors import Posterior, posterior_from_dict, posterior_named
 from bayesian_attention.priors import Prior, prior_from_dict, prior_named
+
+_PATTERN = re.compile(r"(?P<family>[^+()]+?)\s*(?:\+\s*(?P<prior>[^()]+?)\s*)?(?:\((?P<settings>.*)\))?")
 
 
 @dataclass(frozen=True)
@@ -26,16 +30,11 @@ class Method:
     kl_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse a weight out of range, and a stochastic posterior without a prior."""
+        """Refuse a weight out of range, and a posterior and a prior that do not go together."""
         if finite("Method", "kl_weight", self.kl_weight) < 0:
             raise ValueError(f"kl_weight: must not be negative; got {self.kl_weight!r}")
         if (self.prior is None) != (self.posterior.prior_family is None):
             raise ValueError(f"prior: {self.posterior} and {self.prior} do not go together")
-
-    @property
-    def name(self) -> str:
-        """Family and prior, such as ``weibull+contextual``; ``softmax`` alone."""
-        return self.posterior.name if self.prior is None else f"{self.posterior.name}+{self.prior.name}"
 
     def to_dict(self) -> dict[str, Any]:
         """The method as plain data."""
@@ -56,52 +55,73 @@ class Method:
         )
 
 
-def parse_method(text: str, recipes: Mapping[str, Method]) -> Method:
-    """The method that a command line names: ``softmax``, ``weibull`` or ``weibull+contextual``.
+def parse_methods(text: str, recipes: Mapping[str, Method]) -> dict[str, Method]:
+    """The methods that a command line names, by their labels, in order.
+
+    ``softmax,weibull+contextual,lognormal(scale=0.3,kl_weight=0.1)`` are three: a family; a family and a
+    prior; a family with settings. The prior is constant where none is named. Settings are the fields of the
+    posterior, those of the prior with ``prior_`` in front, and ``kl_weight``.
 
     Args:
-        text: a family, or a family and a prior joined by ``+``; the prior is constant by default.
-        recipes: the task's tuned methods by name; a method that is not among them has default settings.
+        text: methods with commas between them.
+        recipes: the task's tuned methods, by family and prior. A method that is not among them has defaults.
 
     Raises:
-        ValueError: an unknown family or prior, with near matches.
+        ValueError: an unknown family, prior or setting (with near matches), or a method named twice.
     """
-    family_name, _, prior_name = text.strip().partition("+")
-    family = posterior_named(family_name)
+    methods: dict[str, Method] = {}
+    for label in (part.strip() for part in re.split(r",(?![^(]*\))", text)):
+        if label in methods:
+            raise ValueError(f"attention: {label!r} is named twice")
+        methods[label] = _parse_method(label, recipes)
+    return methods
+
+
+def _parse_method(label: str, recipes: Mapping[str, Method]) -> Method:
+    match = _PATTERN.fullmatch(label)
+    if match is None:
+        raise ValueError(
+            f"attention: cannot read {label!r}; write a family such as weibull, weibull+contextual "
+            "or weibull(shape=10)"
+        )
+    family = posterior_named(match["family"].strip())
     if family.prior_family is None:
-        if prior_name:
-            raise ValueError(f"attention: {family_name!r} takes no prior; got {text!r}")
-        return recipes.get(family_name, Method(family()))
-    prior = prior_named(prior_name or "constant")
-    return recipes.get(f"{family.name}+{prior.name}", Method(family(), prior()))
+        if match["prior"]:
+            raise ValueError(f"attention: {family.name!r} takes no prior; got {label!r}")
+        method = recipes.get(family.name, Method(family()))
+    else:
+        prior = prior_named((match["prior"] or "constant").strip())
+        method = recipes.get(f"{family.name}+{prior.name}", Method(family(), prior()))
+    for assignment in filter(None, (match["settings"] or "").split(",")):
+        name, _, value = (part.strip() for part in assignment.partition("="))
+        method = _with_setting(method, label, name, value)
+    return method
 
 
-def override(method: Method, **settings: float | None) -> Method:
-    """The method with some settings replaced, each wherever it has a meaning.
+def _with_setting(method: Method, label: str, name: str, text: str) -> Method:
+    """The method with one setting replaced."""
+    owners: dict[str, object] = {field.name: method.posterior for field in fields(method.posterior)}
+    if method.prior is not None:
+        owners |= {f"prior_{field.name}": method.prior for field in fields(method.prior)} | {"kl_weight": method}
+    owner = look_up(f"attention: {label!r}: setting", name, owners)
+    value = _read_value(label, name, text)
+    if owner is method:
+        return replace(method, kl_weight=value)
+    if method.prior is not None and owner is method.prior:
+        return replace(method, prior=replace(method.prior, **{name.removeprefix("prior_"): value}))
+    return replace(method, posterior=replace(method.posterior, **{name: value}))
 
-    Args:
-        method: what to change.
-        **settings: numbers by name: ``kl_weight``, or any field of the posterior or the prior, where the
-            posterior's fields are plain (``shape``, ``scale``) and the prior's begin with ``prior_``. None
-            leaves the setting alone.
 
-    Raises:
-        ValueError: no part of the method has such a setting, or the value is not allowed.
-    """
-    posterior, prior, kl_weight = method.posterior, method.prior, method.kl_weight
-    for name, value in settings.items():
-        if value is None:
+def _read_value(label: str, name: str, text: str) -> Any:
+    """A number, true, false, none or a word."""
+    words: dict[str, Any] = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
             continue
-        if name == "kl_weight" and prior is not None:
-            kl_weight = value
-        elif name.startswith("prior_") and prior is not None and _has(prior, name.removeprefix("prior_")):
-            prior = replace(prior, **{name.removeprefix("prior_"): value})
-        elif _has(posterior, name):
-            posterior = replace(posterior, **{name: value})
-        else:
-            raise ValueError(f"{name}: {method.name} has no such setting")
-    return Method(posterior, prior, kl_weight)
-
-
-def _has(spec: object, name: str) -> bool:
-    return any(field.name == name for field in fields(spec))  # type: ignore[arg-type]
+    if not text:
+        raise ValueError(f"attention: {label!r}: {name} has no value; write {name}=NUMBER")
+    return text

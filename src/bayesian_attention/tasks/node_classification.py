@@ -6,14 +6,14 @@ import copy
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bayesian_attention import metrics
 from bayesian_attention.data import Graph
 from bayesian_attention.inference import (
     ClassificationPrediction,
@@ -113,8 +113,15 @@ class Training:
     seconds: float
 
 
-def build(graph: Graph, method: Method, recipe: Recipe) -> GAT:
-    """An untrained model, its weights drawn from PyTorch's global generator."""
+def build(graph: Graph, method: Method, recipe: Recipe, classes: int | None = None) -> GAT:
+    """An untrained model, its weights drawn from PyTorch's global generator.
+
+    Args:
+        graph: the graph.
+        method: the attention.
+        recipe: everything else.
+        classes: number of classes; by default as many as the graph's labels have.
+    """
     return GAT(
         graph,
         method.posterior,
@@ -122,6 +129,7 @@ def build(graph: Graph, method: Method, recipe: Recipe) -> GAT:
         hidden=recipe.hidden,
         heads=recipe.heads,
         dropout=recipe.dropout,
+        classes=classes,
     )
 
 
@@ -154,9 +162,7 @@ def mean_logits(model: GAT) -> Tensor:
         return model()
 
 
-def train(
-    graph: Graph, method: Method, recipe: Recipe, seed: int, progress: Progress | None = None
-) -> Training:
+def train(graph: Graph, method: Method, recipe: Recipe, seed: int, progress: Progress | None = None) -> Training:
     """Train one model.
 
     Args:
@@ -188,9 +194,7 @@ def train(
         if stopping.update(model, epoch, F.cross_entropy(logits, labels).item(), accuracy):
             break
     if not stopping.kept:
-        raise RuntimeError(
-            "training gave no finite validation loss; lower the learning rate or the KL weight"
-        )
+        raise RuntimeError("training gave no finite validation loss; lower the learning rate or the KL weight")
     model.load_state_dict(stopping.kept)
     model.eval()
     return Training(model, stopping.lowest, epoch + 1, stopping.kept_epoch, time.perf_counter() - begun)
@@ -221,8 +225,6 @@ def attention_draws(model: GAT, recipe: Recipe, seed: int) -> tuple[Tensor, Tens
 
 def evaluate(prediction: ClassificationPrediction, graph: Graph, split: str) -> dict[str, float]:
     """Metrics of the nodes of one split, by their plain names, as fractions and nats."""
-    from bayesian_attention import metrics
-
     nodes = graph.splits[split]
     target = graph.y[nodes]
     mean = prediction.mean[nodes].double()
@@ -289,8 +291,3 @@ def run(
         "attention_std": std,
     }
     return training, results, {name: array.numpy() for name, array in arrays.items()}
-
-
-def identity(graph: Graph, method: Method, recipe: Recipe) -> dict[str, Any]:
-    """All that a result depends on besides the seed and the versions."""
-    return {"data": graph.fingerprint, **method.to_dict(), "recipe": asdict(recipe)}

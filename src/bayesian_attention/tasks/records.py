@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +23,39 @@ class Record:
 
     Attributes:
         task: name of the task.
-        method: name of the method.
+        method: label of the method, as the command line has it.
         seed: seed of initialisation, training and draws.
-        identity: everything that the result depends on besides seed and versions: settings of the method
-            and of the recipe, fingerprint of the data.
-        metrics: results by their plain names.
-        info: what else is worth keeping: versions, seconds, epochs.
+        settings: everything else that the result depends on: the method, the recipe, the data's fingerprint.
+        metrics: results by their plain names, as fractions and nats.
+        versions: of the libraries, by name.
+        seconds: wall-clock time of the training.
+        epochs: epochs of the training.
     """
 
     task: str
     method: str
     seed: int
-    identity: Mapping[str, Any]
+    settings: Mapping[str, Any]
     metrics: Mapping[str, float]
-    info: Mapping[str, Any]
+    versions: Mapping[str, str]
+    seconds: float
+    epochs: int
 
     @property
     def key(self) -> str:
         """Equal for two runs that would repeat each other."""
-        return json.dumps([self.task, self.method, self.seed, self.identity], sort_keys=True)
+        return run_key(self.task, self.method, self.seed, self.settings)
 
     @property
     def stem(self) -> str:
         """Name of the run's files, without an ending."""
-        return f"{self.task}-{self.method.replace('+', '-')}-{self.seed}"
+        return run_stem(self.task, self.method, self.seed)
 
     def to_line(self) -> str:
         """One line of JSON, the metrics at the top level."""
-        head = {"task": self.task, "method": self.method, "seed": self.seed}
-        return json.dumps({**head, **self.metrics, "identity": self.identity, "info": self.info}) + "\n"
+        data = asdict(self)
+        metrics = data.pop("metrics")
+        return json.dumps({**data, **metrics}) + "\n"
 
     @classmethod
     def from_line(cls, line: str) -> Record:
@@ -61,11 +66,20 @@ class Record:
         """
         try:
             data = json.loads(line)
-            head = {name: data.pop(name) for name in ("task", "method", "seed", "identity", "info")}
+            own = {field.name: data.pop(field.name) for field in fields(cls) if field.name != "metrics"}
         except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"is not a finished run ({type(error).__name__}: {error})") from error
-        metrics = {name: value for name, value in data.items() if isinstance(value, (int, float))}
-        return cls(**head, metrics=metrics)
+        return cls(**own, metrics={name: float(value) for name, value in data.items()})
+
+
+def run_key(task: str, method: str, seed: int, settings: Mapping[str, Any]) -> str:
+    """What tells one run from another."""
+    return json.dumps([task, method, seed, settings], sort_keys=True)
+
+
+def run_stem(task: str, method: str, seed: int) -> str:
+    """A file name for a run: the method's label with every unusual character replaced."""
+    return f"{task}-{re.sub(r'[^A-Za-z0-9.=+]+', '_', method).strip('_')}-{seed}"
 
 
 def append_record(folder: Path, record: Record) -> None:
@@ -106,7 +120,7 @@ def read_records(folder: Path) -> tuple[list[Record], list[str]]:
             continue
         try:
             record = Record.from_line(line)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             complaints.append(f"{path}:{number}: {error}")
             continue
         records[record.key] = record
