@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bayesian_attention.inference.significance import two_leading_p_values
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -107,8 +109,6 @@ class ClassificationPrediction(Prediction):
         """
         if self.logits.shape[0] < 2:
             return torch.ones(self.logits.shape[1:-1], dtype=self.logits.dtype)
-        from bayesian_attention.inference.significance import two_leading_p_values
-
         return two_leading_p_values(self.log_probabilities)
 
     def certain(self, level: float = 0.05) -> Tensor:

@@ -89,9 +89,7 @@ def summarise(
     return table
 
 
-def paired_difference(
-    values: dict[int, float], base: dict[int, float]
-) -> tuple[float, float] | tuple[None, None]:
+def paired_difference(values: dict[int, float], base: dict[int, float]) -> tuple[float, float] | tuple[None, None]:
     """Mean difference over shared seeds, and the half-width of its 95% interval."""
     from scipy import stats
 

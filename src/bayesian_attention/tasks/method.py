@@ -81,8 +81,7 @@ def _parse_method(label: str, recipes: Mapping[str, Method]) -> Method:
     match = _PATTERN.fullmatch(label)
     if match is None:
         raise ValueError(
-            f"attention: cannot read {label!r}; write a family such as weibull, weibull+contextual "
-            "or weibull(shape=10)"
+            f"attention: cannot read {label!r}; write a family such as weibull, weibull+contextual or weibull(shape=10)"
         )
     family = posterior_named(match["family"].strip())
     if family.prior_family is None:

@@ -64,7 +64,9 @@ _CITESEER = _CORA
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("cora", "topic of 2,708 papers from words and citations (part of the package)", "planetoid/cora.npz", _CORA),
+        Task(
+            "cora", "topic of 2,708 papers from words and citations (part of the package)", "planetoid/cora.npz", _CORA
+        ),
         Task("citeseer", "topic of 3,327 papers from words and citations", "planetoid/citeseer.npz", _CITESEER),
         Task("graph", "node classification on a graph of your own: --data FILE.npz", None, _CORA),
     )
