@@ -12,8 +12,9 @@ def finite(owner: str, name: str, value: object) -> float:
     Raises:
         ValueError: it is not.
     """
-    if isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
+    number = _number(value)
+    if math.isfinite(number):
+        return number
     raise ValueError(f"{owner}: {name} must be a finite number; got {value!r}")
 
 
@@ -23,10 +24,9 @@ def positive(owner: str, name: str, value: object) -> float:
     Raises:
         ValueError: it is not.
     """
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        number = float(value)
-        if math.isfinite(number) and number > 0:
-            return number
+    number = _number(value)
+    if math.isfinite(number) and number > 0:
+        return number
     raise ValueError(f"{owner}: {name} must be a positive, finite number; got {value!r}")
 
 
@@ -39,3 +39,24 @@ def at_least(owner: str, name: str, value: object, least: int) -> int:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least:
         return int(value)
     raise ValueError(f"{owner}: {name} must be a whole number of at least {least}; got {value!r}")
+
+
+def flag(owner: str, name: str, value: object) -> bool:
+    """``value``, if it is True or False and not merely something that counts as one, such as "False".
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{owner}: {name} must be True or False; got {value!r}")
+
+
+def _number(value: object) -> float:
+    """``value`` as a float; NaN for what is no number, infinity for an integer beyond every float."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

@@ -31,6 +31,19 @@ def test_interval_is_that_of_the_paired_t_test() -> None:
     assert cell.differs == (expected.low > 0 or expected.high < 0)
 
 
+def test_pavpu_is_compared_among_methods_with_draws_alone() -> None:
+    values = [0.2, 0.4, 0.3]
+    fixed = [
+        Record("toy", "a", seed, {"prior": None}, {"pavpu_0.05": value}, {}, 1.0, 1)
+        for seed, value in enumerate(values)
+    ]
+    drawn = [*series("b", values, "pavpu_0.05"), *series("c", [0.5, 0.4, 0.9], "pavpu_0.05")]
+    table = summarise([*fixed, *drawn], ["a", "b", "c"], ["pavpu_0.05"])
+    assert table["a"] == {}
+    assert table["b"]["pavpu_0.05"].difference is None
+    assert summarise(drawn, ["b", "c"], ["pavpu_0.05"])["c"]["pavpu_0.05"].difference == pytest.approx(0.3)
+
+
 def test_mean_and_standard_error() -> None:
     cell = summarise(series("a", [1.0, 2.0, 4.0]), ["a"], ["nll"])["a"]["nll"]
     assert cell.values == (1.0, 2.0, 4.0)
@@ -106,5 +119,5 @@ def test_markdown() -> None:
     assert lines[1] == "| --- | --- | --- |"
     assert lines[2].startswith("| a | 1.100 ± 0.058 |")
     assert "<br>Δ **+1.003 ± " in lines[3]
-    assert lines[4] == "| c |  | 0.250 |"
+    assert lines[4] == "| c | – | 0.250 |"
     assert not math.isnan(float(lines[4].split("|")[3]))

@@ -12,7 +12,9 @@ The arrays of a file:
 from __future__ import annotations
 
 import hashlib
+import io
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,9 @@ from torch import Tensor
 
 SPLITS = ("train", "val", "test")
 _FEATURES = ("x_indptr", "x_indices", "x_data", "x_shape")
+# What zipfile and numpy raise for bytes that are not what they should be; RuntimeError: of a flag that says encrypted
+# or compressed in another way, MemoryError: of an absurd shape.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError, MemoryError)
 _REQUIRED = (*_FEATURES, "edge_index", "y", *(f"{split}_index" for split in SPLITS))
 
 
@@ -77,7 +82,7 @@ def load_graph(path: Path, name: str | None = None) -> Graph:
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from error
-    arrays = _read_arrays(path)
+    arrays = _read_arrays(path, content)
     x_shape = _integers(path, arrays, "x_shape", 1)
     if x_shape.shape != (2,) or (x_shape < 1).any():
         raise ValueError(f"{path}: x_shape must be two positive numbers, nodes and features; got {x_shape.tolist()}")
@@ -111,22 +116,27 @@ def load_graph(path: Path, name: str | None = None) -> Graph:
     )
 
 
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+def _read_arrays(path: Path, content: bytes) -> dict[str, np.ndarray]:
     """The arrays of the file, by name."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError(f"{path}: is a single array, not an npz file with the arrays {', '.join(_REQUIRED)}")
-            missing = [name for name in _REQUIRED if name not in file.files]
-            if missing:
-                raise ValueError(f"{path}: lacks {', '.join(missing)}; it has {', '.join(file.files) or 'no array'}")
-            return {name: file[name] for name in _REQUIRED}
-    except (zipfile.BadZipFile, EOFError, OSError) as error:
-        raise ValueError(f"{path}: is truncated or no npz file ({error})") from error
-    except ValueError as error:
+        # From memory: of a file that proves to be no zip archive, numpy leaves the handle open.
+        file = np.load(io.BytesIO(content), allow_pickle=False)
+        names = file.files if isinstance(file, np.lib.npyio.NpzFile) else None
+        arrays = {name: file[name] for name in _REQUIRED if name in names} if names is not None else {}
+    except _DAMAGE as error:
         if "pickle" in str(error).lower():
             raise ValueError(f"{path}: holds pickled objects, which are never read; save plain arrays") from error
-        raise error if str(path) in str(error) else ValueError(f"{path}: is damaged ({error})") from error
+        raise ValueError(f"{path}: is truncated, damaged or no npz file ({error})") from error
+    if names is None:
+        raise ValueError(f"{path}: is a single array, not an npz file with the arrays {', '.join(_REQUIRED)}")
+    missing = [name for name in _REQUIRED if name not in names]
+    if missing:
+        raise ValueError(f"{path}: lacks {', '.join(missing)}; it has {', '.join(names) or 'no array'}")
+    for name, array in arrays.items():
+        # Of a member that is no npy file numpy gives the bytes.
+        if not isinstance(array, np.ndarray):
+            raise ValueError(f"{path}: {name} is no array")
+    return arrays
 
 
 def _integers(path: Path, arrays: dict[str, np.ndarray], name: str, dimensions: int) -> np.ndarray:
@@ -167,7 +177,8 @@ def _check_features(
         raise ValueError(f"{path}: x_data has {values.size} values for {indices.size} indices")
     if indices.size and (indices.min() < 0 or indices.max() >= features):
         raise ValueError(f"{path}: x_indices must lie in 0 … {features - 1}; got {indices.min()} … {indices.max()}")
-    values = values.astype(np.float32)
+    with np.errstate(over="ignore"):
+        values = values.astype(np.float32)
     if not np.isfinite(values).all():
         raise ValueError(f"{path}: x_data holds a number that is not finite")
     return indptr, indices, values

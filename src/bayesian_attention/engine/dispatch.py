@@ -121,6 +121,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> No
             raise ValueError(f"{name}: must be floating point; got {x.dtype}")
         if x.dim() < 3:
             raise ValueError(f"{name}: must have shape (…, heads, length, features); got {tuple(x.shape)}")
+    for name, x in (("key", key), ("value", value)):
+        if (x.dtype == torch.float64) != (query.dtype == torch.float64):
+            raise ValueError(f"{name}: {x.dtype} does not go with query's {query.dtype}; float64 is for all or none")
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(f"key: has {key.shape[-1]} features, query has {query.shape[-1]}")
     if value.shape[:-1] != key.shape[:-1]:

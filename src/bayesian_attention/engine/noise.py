@@ -61,7 +61,8 @@ def _words(value: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     if not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=torch.int64, device=device)
     if value.dtype == torch.int32:
-        return value.to(device), torch.zeros_like(value, device=device)
+        value = value.to(device)
+        return value, value >> 31  # the high word repeats the sign, as in int64
     value = value.to(device=device, dtype=torch.int64)
     low, high = value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF
     return _signed(low), _signed(high)

@@ -42,7 +42,7 @@ def dense_logits(
         valid = mask
     elif mask is not None:
         valid = mask > MASKED_BELOW
-        logits = logits + wide(mask).masked_fill(~valid, 0.0)
+        logits = logits + mask.masked_fill(~valid, 0.0).to(logits.dtype)
     if is_causal:
         rows = torch.arange(query.shape[-2], device=query.device).unsqueeze(-1) + query_offset
         causal = torch.arange(key.shape[-2], device=query.device) <= rows

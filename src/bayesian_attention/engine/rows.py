@@ -132,6 +132,7 @@ class SegmentRows:
         index: int64 tensor (E,), the row of each edge.
         source: int64 tensor (E,), the key of each edge.
         count: number of rows.
+        valid: boolean mask that broadcasts against the logits, or None.
     """
 
     index: Tensor
@@ -141,6 +142,8 @@ class SegmentRows:
 
     def log_sum_exp(self, log_weights: Tensor) -> Tensor:
         """Row sums of shape (count, H)."""
+        if self.valid is not None:
+            log_weights = log_weights.masked_fill(~self.valid, -torch.inf)
         rows = self.index.unsqueeze(-1).expand_as(log_weights)
         shape = (self.count, *log_weights.shape[1:])
         # The maximum only stabilises: it cancels, so no gradient runs through it.
@@ -198,7 +201,7 @@ def _batch_words(address: NoiseAddress, leading: list[int], device: torch.device
         rows *= size
     ids, sample = address.batch_ids, address.sample
     if ids is None and isinstance(sample, Tensor) and sample.dim():
-        raise ValueError("sample: one number a batch row needs batch_ids, one identity a batch row, beside it")
+        raise ValueError("sample_index: one number a batch row needs batch_ids, one identity a batch row, beside it")
     if ids is None:
         words = noise.start(address.seed, sample, device=device)
         return words.absorb(torch.arange(rows, device=device)).absorb_position(
@@ -209,6 +212,8 @@ def _batch_words(address: NoiseAddress, leading: list[int], device: torch.device
             f"batch_ids: {ids.numel()} identities cannot be spread over attention of batch shape {tuple(leading)}; "
             "its size must be a multiple of their number"
         )
+    if isinstance(sample, Tensor) and sample.dim() and sample.shape != ids.shape:
+        raise ValueError(f"sample_index: shape {tuple(sample.shape)} is not that of batch_ids, {tuple(ids.shape)}")
     factor = rows // ids.numel()
     words = noise.start(address.seed, sample, device=device).absorb(ids)
     inner = torch.arange(factor, device=device)

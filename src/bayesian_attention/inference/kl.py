@@ -138,7 +138,10 @@ def _check_single_calls(layers: list[StochasticAttention]) -> None:
 
 def _open_records(module: nn.Module, args: tuple[Any, ...]) -> None:
     for layer in stochastic_layers(module):
-        if not layer.inside_forward:
+        # Open already, by this very module: a pass that Ctrl-C ended, of which hooks are not told.
+        if not layer.inside_forward or layer.opened_by == id(module):
+            # Terms that nobody has read are about to go: a root above, not yet tracked, must hear of it.
+            layer.calls_since_read = layer.calls_since_read + 1 if layer.kl_terms else 1
             layer.kl_terms = []
             layer.call_number = 0
             layer.tracked = layer.inside_forward = True
@@ -149,3 +152,5 @@ def _close_records(module: nn.Module, args: tuple[Any, ...], output: object) -> 
     for layer in stochastic_layers(module):
         if layer.opened_by == id(module):
             layer.inside_forward = False
+            # A checkpointed block that runs again in the backward pass repeats its first call's noise.
+            layer.call_number = 0

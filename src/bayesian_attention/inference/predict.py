@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from bayesian_attention.checks import at_least
+from bayesian_attention.checks import at_least, finite
 from bayesian_attention.inference.kl import recording, stochastic_layers
 from bayesian_attention.inference.prediction import ClassificationPrediction, RegressionPrediction
 from bayesian_attention.inference.sampling import sampling
@@ -92,20 +92,32 @@ def predict(
     samples_per_pass = at_least("predict", "samples_per_pass", samples_per_pass, 1)
     if noise_std is not None and task != "regression":
         raise ValueError("noise_std: only regression has one")
+    if noise_std not in (None, "predicted") and finite("predict", "noise_std", noise_std) < 0:
+        raise ValueError(f"predict: noise_std must not be negative; got {noise_std!r}")
     if not any(layer.posterior.spec.stochastic for layer in stochastic_layers(model)):
         raise ValueError(
             "model: has no stochastic attention, so all draws would be the same; call the model itself instead"
         )
     arguments = _Arguments(inputs)
     rows = arguments.rows if batch_size is None else at_least("predict", "batch_size", batch_size, 1)
+    whole = batch_size is None and samples_per_pass == 1
     pieces: list[Tensor] = []
     with _evaluating(model), torch.no_grad(), recording(model, False):
         for first in range(0, max(arguments.rows, 1), max(rows, 1)):
             part = arguments if batch_size is None else arguments.slice(first, min(first + rows, arguments.rows))
+            ids = torch.arange(first, first + part.rows) if part.rows else None
             draws = []
             for start in range(0, samples, samples_per_pass):
                 count = min(samples_per_pass, samples - start)
-                draws.append(_draw(model, part, first, seed, start, count, samples_per_pass, output))
+                try:
+                    draws.append(_draw(model, part, ids, seed, start, count, samples_per_pass, output))
+                except ValueError as error:
+                    # The first dimension is no batch: nodes of a graph come later, or a sequence comes first.
+                    # Run whole, such a model's attention can number its own rows.
+                    if ids is None or not whole or not str(error).startswith("batch_ids:"):
+                        raise
+                    ids = None
+                    draws.append(_draw(model, part, ids, seed, start, count, samples_per_pass, output))
             pieces.append(torch.cat(draws))
     outputs = torch.cat(pieces, dim=1)
     if task == "classification":
@@ -116,30 +128,26 @@ def predict(
                 f"noise_std: 'predicted' needs mean and log variance in the last dimension; got {tuple(outputs.shape)}"
             )
         return RegressionPrediction(outputs[..., 0], outputs[..., 1].exp())
-    return RegressionPrediction(outputs, None if noise_std is None else torch.tensor(float(noise_std) ** 2))
+    return RegressionPrediction(outputs, None if noise_std is None else outputs.new_tensor(float(noise_std) ** 2))
 
 
 def _draw(
     model: nn.Module,
     part: _Arguments,
-    first: int,
+    ids: Tensor | None,
     seed: int,
     start: int,
     count: int,
     samples_per_pass: int,
     output: Callable[[Any], Tensor] | None,
 ) -> Tensor:
-    """Draws ``start`` to ``start + count`` of some rows, (count, rows, …) on the CPU."""
+    """Draws ``start`` to ``start + count`` of some rows, identified by ``ids``, (count, rows, …) on the CPU."""
     index: int | Tensor = start
-    batch_ids: Tensor | None = None
     if samples_per_pass > 1:
-        ids = torch.arange(first, first + part.rows)
-        batch_ids = ids.repeat(count)
+        ids = torch.arange(0) if ids is None else ids.repeat(count)
         index = torch.arange(start, start + count).repeat_interleave(part.rows)
         part = part.repeat(count)
-    elif first:
-        batch_ids = torch.arange(first, first + part.rows)
-    with sampling(model, True, seed=seed, sample_index=index, batch_ids=batch_ids):
+    with sampling(model, True, seed=seed, sample_index=index, batch_ids=ids):
         result = _pick(part.call(model)) if output is None else output(part.call(model))
     result = wide(result).cpu()
     if samples_per_pass == 1:
@@ -167,17 +175,21 @@ def _pick(result: Any) -> Tensor:
 class _Arguments:
     """The arguments of a model, and how to slice and repeat the rows in them."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Inputs, has_rows: Sequence[bool] | None = None) -> None:
         if isinstance(inputs, Tensor):
             inputs = (inputs,)
         if not isinstance(inputs, (Sequence, Mapping)) or isinstance(inputs, str):
             raise TypeError(f"inputs: must be a tensor, a sequence or a mapping; got {type(inputs).__name__}")
         self.inputs = inputs
-        values = inputs.values() if isinstance(inputs, Mapping) else inputs
+        values = list(inputs.values() if isinstance(inputs, Mapping) else inputs)
         first = next((value for value in values if isinstance(value, Tensor) and value.dim()), None)
         if first is None:
             raise ValueError("inputs: there is no tensor with rows among them")
         self.rows = first.shape[0]
+        # Settled by the whole inputs: a mask (L, L) has no rows, though a piece may happen to have L.
+        self.has_rows = has_rows or [
+            isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == self.rows for value in values
+        ]
 
     def call(self, model: nn.Module) -> Any:
         return model(**self.inputs) if isinstance(self.inputs, Mapping) else model(*self.inputs)
@@ -189,13 +201,10 @@ class _Arguments:
         return self._map(lambda rows: rows.repeat(times, *[1] * (rows.dim() - 1)))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> _Arguments:
-        def apply(value: Any) -> Any:
-            has_rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == self.rows
-            return change(value) if has_rows else value
-
-        if isinstance(self.inputs, Mapping):
-            return _Arguments({name: apply(value) for name, value in self.inputs.items()})
-        return _Arguments([apply(value) for value in self.inputs])
+        values = self.inputs.values() if isinstance(self.inputs, Mapping) else self.inputs
+        changed = [change(value) if own else value for value, own in zip(values, self.has_rows, strict=True)]
+        inputs = dict(zip(self.inputs, changed, strict=True)) if isinstance(self.inputs, Mapping) else changed
+        return _Arguments(inputs, self.has_rows)
 
 
 @contextmanager

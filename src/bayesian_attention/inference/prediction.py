@@ -140,8 +140,10 @@ class RegressionPrediction(Prediction):
 
     def __post_init__(self) -> None:
         """Refuse what is no set of draws."""
-        if self.samples.dim() < 2:
-            raise ValueError(f"samples: must have shape (draws, rows, …); got {tuple(self.samples.shape)}")
+        if self.samples.dim() < 2 or self.samples.shape[0] < 1:
+            raise ValueError(
+                f"samples: must have shape (draws, rows, …) with at least one draw; got {tuple(self.samples.shape)}"
+            )
         if self.noise_variance is not None and not bool((self.noise_variance >= 0).all()):
             raise ValueError("noise_variance: must not be negative or NaN")
 
@@ -178,10 +180,15 @@ class RegressionPrediction(Prediction):
         """Log density of ``target`` (B, …) under the mixture of the draws, (B, …), in nats.
 
         Raises:
-            ValueError: the model has no noise variance, so a draw has no density.
+            ValueError: the noise variance is missing or zero, so a draw has no density, or ``target`` has
+                another shape than the predictions.
         """
         if self.noise_variance is None:
             raise ValueError("noise_variance: a density needs one; give it to predict()")
+        if not bool((self.noise_variance > 0).all()):
+            raise ValueError("noise_variance: a density needs a positive one; some of it is zero")
+        if target.shape != self.samples.shape[1:]:
+            raise ValueError(f"target: must have shape {tuple(self.samples.shape[1:])}; got {tuple(target.shape)}")
         variance = self.noise_variance.expand_as(self.samples)
         log_density = -0.5 * ((target - self.samples) ** 2 / variance + variance.log() + math.log(2 * math.pi))
         return torch.logsumexp(log_density, dim=0) - math.log(self.samples.shape[0])

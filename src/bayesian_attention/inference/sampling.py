@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from bayesian_attention.checks import at_least
 from bayesian_attention.engine.noise import derive_seed
 from bayesian_attention.inference.kl import stochastic_layers, track_kl
 
@@ -38,15 +39,18 @@ def sampling(
     """
     if seed is None and (batch_ids is not None or isinstance(sample_index, Tensor) or sample_index != 0):
         raise ValueError("sample_index, batch_ids: address noise under a seed; give the seed too")
+    if seed is not None:
+        seed = at_least("sampling", "seed", seed, -(2**63))
     track_kl(model)
     layers = stochastic_layers(model)
     names = ("sampling", "seed", "sample_index", "batch_ids", "call_number")
     before = [{name: getattr(layer, name) for name in names} for layer in layers]
     # Tensors, not numbers: a compiled model takes a new draw without compiling anew.
     index = sample_index if isinstance(sample_index, Tensor) else torch.tensor(sample_index)
-    for number, layer in enumerate(layers):
+    seeds = [None if seed is None else derive_seed(seed, number) for number in range(len(layers))]
+    for layer, layer_seed in zip(layers, seeds, strict=True):
         layer.sampling = active
-        layer.seed = None if seed is None else derive_seed(seed, number)
+        layer.seed = layer_seed
         layer.sample_index = 0 if seed is None else index
         layer.batch_ids = batch_ids
         layer.call_number = 0

@@ -69,8 +69,11 @@ class AdditiveAttention(nn.Module):
                 "query, key: must have shapes (B, Lq, query_dim) and (B, Lk, key_dim); "
                 f"got {tuple(query.shape)} and {tuple(key.shape)}"
             )
+        for name, x, linear in (("query", query, self.query_proj), ("key", key, self.key_proj)):
+            if x.shape[-1] != linear.in_features:
+                raise ValueError(f"{name}: must have {linear.in_features} features; got {x.shape[-1]}")
         value = key if value is None else value
-        if value.shape[:2] != key.shape[:2]:
+        if value.dim() != 3 or value.shape[:2] != key.shape[:2]:
             raise ValueError(f"value: shape {tuple(value.shape)} does not fit key's {tuple(key.shape)}")
         if mask is not None:
             if mask.dtype != torch.bool:
@@ -78,7 +81,7 @@ class AdditiveAttention(nn.Module):
             shapes = [(key.shape[0], key.shape[1]), (key.shape[0], query.shape[1], key.shape[1])]
             if tuple(mask.shape) not in shapes:
                 raise ValueError(f"mask: must have shape {shapes[0]} or {shapes[1]}; got {tuple(mask.shape)}")
-            mask = mask.view(mask.shape[0], 1, -1, mask.shape[-1])
+            mask = mask.unsqueeze(1) if mask.dim() == 3 else mask[:, None, None]
         projected = self.key_proj(key)
         features = torch.tanh(self.query_proj(query).unsqueeze(2) + projected.unsqueeze(1))
         logits = self.score(features).squeeze(-1).unsqueeze(1)

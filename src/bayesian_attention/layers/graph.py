@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from bayesian_attention.engine.rows import SegmentRows
@@ -39,12 +40,9 @@ class _BayesianConv(MessagePassing):
     #: Names of the linear maps that make the keys; the first that the instance has is used.
     _key_maps: tuple[str, ...] = ()
 
-    def _become_bayesian(self, posterior: Posterior | None, prior: Prior | None) -> None:
+    def _become_bayesian(self, stoch: StochasticAttention) -> None:
         """Give an initialised convolution its stochastic attention."""
-        parameter = next(self.parameters())
-        self.stoch = StochasticAttention(posterior or Weibull(), prior, heads=self.heads, key_dim=self.out_channels).to(
-            parameter.device
-        )
+        self.stoch = stoch
         if self.stoch.prior is not None and self.stoch.prior.needs_keys:
             self._key_map().register_forward_hook(_remember)
 
@@ -65,6 +63,13 @@ class _BayesianConv(MessagePassing):
         if keys is not None:
             keys = keys.view(-1, self.heads, self.out_channels).transpose(0, 1)
         return self.stoch.weights(logits, rows, keys)
+
+
+def _attention_of(conv: MessagePassing, posterior: Posterior | None, prior: Prior | None) -> StochasticAttention:
+    """The stochastic attention that fits a convolution."""
+    stoch = StochasticAttention(posterior or Weibull(), prior, heads=conv.heads, key_dim=conv.out_channels)
+    like = next(conv.parameters())
+    return stoch.to(like.device, torch.promote_types(like.dtype, torch.float32)).train(conv.training)
 
 
 def _remember(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
@@ -117,7 +122,7 @@ class BayesianGATConv(_BayesianConv, GATConv):
         self, *args: Any, posterior: Posterior | None = None, prior: Prior | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._become_bayesian(posterior, prior)
+        self._become_bayesian(_attention_of(self, posterior, prior))
 
     def edge_update(
         self,
@@ -154,7 +159,7 @@ class BayesianGATv2Conv(_BayesianConv, GATv2Conv):
         self, *args: Any, posterior: Posterior | None = None, prior: Prior | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._become_bayesian(posterior, prior)
+        self._become_bayesian(_attention_of(self, posterior, prior))
 
     def edge_update(
         self,
@@ -189,7 +194,7 @@ class BayesianTransformerConv(_BayesianConv, TransformerConv):
         self, *args: Any, posterior: Posterior | None = None, prior: Prior | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._become_bayesian(posterior, prior)
+        self._become_bayesian(_attention_of(self, posterior, prior))
 
     def message(
         self,
@@ -234,9 +239,11 @@ def make_bayesian(
     if bayesian is None:
         kinds = ", ".join(kind.__name__ for kind in _BAYESIAN)
         raise TypeError(f"conv: must be exactly one of {kinds}; got {type(conv).__name__}")
+    # First what can fail, then what changes conv.
+    stoch = _attention_of(conv, posterior, prior)
     conv.__class__ = bayesian
     _inspect_again(conv)
-    conv._become_bayesian(posterior, prior)
+    conv._become_bayesian(stoch)
     return conv
 
 

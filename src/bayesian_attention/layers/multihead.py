@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from bayesian_attention.engine.reference import MASKED_BELOW, dense_logits
 from bayesian_attention.layers.stochastic import StochasticAttention
+from bayesian_attention.numerics import autocast_off, wide
 from bayesian_attention.posteriors import Posterior, Weibull
 from bayesian_attention.priors import Prior
 
@@ -44,7 +45,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         super().__init__(embed_dim, num_heads, *args, **kwargs)
         self.stoch = StochasticAttention(posterior or Weibull(), prior, heads=self.num_heads, key_dim=self.head_dim).to(
-            device=self.out_proj.weight.device
+            self.out_proj.weight.device, torch.promote_types(self.out_proj.weight.dtype, torch.float32)
         )
         # TransformerEncoderLayer takes its fused path, which calls no attention module at all, only
         # where nothing is hooked.
@@ -77,6 +78,11 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "query, key, value: must all have 3 dimensions, or 2 without a batch; "
                 f"got {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
             )
+        if value.shape[:-1] != key.shape[:-1]:
+            raise ValueError(f"value: shape {tuple(value.shape)} does not fit key's {tuple(key.shape)}")
+        batch_dim = 0 if self.batch_first else 1
+        if batched and key.shape[batch_dim] != query.shape[batch_dim]:
+            raise ValueError(f"key: batch of {key.shape[batch_dim]} is not query's {query.shape[batch_dim]}")
         if is_causal and attn_mask is None:
             raise ValueError("is_causal: is a hint about attn_mask, which must be given beside it")
         if not batched:
@@ -98,7 +104,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         weights: Tensor | None = None
         if need_weights or dropout > 0:
-            logits, rows = dense_logits(q, k, mask=mask, is_causal=False, scale=self.head_dim**-0.5, query_offset=0)
+            with autocast_off(q):
+                logits, rows = dense_logits(q, k, mask=mask, is_causal=False, scale=self.head_dim**-0.5, query_offset=0)
             weights = F.dropout(self.stoch.weights(logits, rows, k).to(v.dtype), dropout)
             mixed = weights @ v
         else:
@@ -133,6 +140,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _merge(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         """One mask of the engine's kind (boolean True: attend, or additive) from the two of PyTorch."""
         batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+        for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+                raise ValueError(f"{name}: must be boolean or floating point; got {mask.dtype}")
         if attn_mask is not None:
             shapes = [(queries, keys), (batch * heads, queries, keys)]
             if tuple(attn_mask.shape) not in shapes:
@@ -154,7 +164,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         additive = [
             torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -torch.inf)
             if mask.dtype == torch.bool
-            else mask.float().masked_fill(mask <= MASKED_BELOW, -torch.inf)
+            else wide(mask).masked_fill(mask <= MASKED_BELOW, -torch.inf)
             for mask in masks
         ]
         return additive[0] if len(additive) == 1 else additive[0] + additive[1]

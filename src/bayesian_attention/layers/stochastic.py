@@ -148,7 +148,10 @@ class StochasticAttention(nn.Module):
 
     @property
     def _recording(self) -> bool:
-        return self.record_kl and self.prior is not None and (self.inside_forward or not self.tracked)
+        # A checkpointed block runs again in the backward pass, after the records are closed. It must then do
+        # what it did, divergence included; _record keeps nothing of it.
+        wanted = self.inside_forward or not self.tracked or torch.is_grad_enabled()
+        return self.record_kl and self.prior is not None and wanted
 
     def _address(self) -> NoiseAddress | None:
         """Where this call's noise lives; None for the posterior mean."""
@@ -182,7 +185,8 @@ class StochasticAttention(nn.Module):
         divergence = reduce_valid(entrywise(self.posterior.spec, spread, log_p, parameters), rows.valid)
         term = KLTerm(divergence.total, divergence.entries, examples, torch.is_grad_enabled(), self.training)
         if self.tracked:
-            self.kl_terms = [*self.kl_terms, term]
+            if self.inside_forward:
+                self.kl_terms = [*self.kl_terms, term]
             return
         # Without a root to delimit forward passes only the last call is kept, lest a loop that never
         # reads the divergence keeps every graph alive. Calls in another mode are another pass.
@@ -192,7 +196,7 @@ class StochasticAttention(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Recorded terms belong to a graph: copies and files go without them."""
-        return {**self.__dict__, "kl_terms": [], "calls_since_read": 0}
+        return {**self.__dict__, "kl_terms": [], "calls_since_read": 0, "inside_forward": False}
 
 
 def _examples(logits: Tensor) -> int:

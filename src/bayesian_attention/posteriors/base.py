@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from bayesian_attention.checks import positive
+from bayesian_attention.checks import flag, positive
 from bayesian_attention.numerics import wide
 
 
@@ -32,7 +32,8 @@ class Posterior(ABC):
     prior_family: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        """Refuse a spread that is no positive number."""
+        """Refuse a spread that is no positive number, and a ``learned`` that is neither True nor False."""
+        flag(type(self).__name__, "learned", getattr(self, "learned", False))
         if self.parameter_name:
             value = positive(type(self).__name__, self.parameter_name, getattr(self, self.parameter_name))
             object.__setattr__(self, self.parameter_name, value)

@@ -81,7 +81,7 @@ class Prior(ABC):
             if foreign and getattr(self, field.name) is not None:
                 raise ValueError(
                     f"{type(self).__name__}: {field.name} has no meaning for a {family} prior; "
-                    f"it takes {' and '.join(own)}"
+                    f"it takes {' and '.join(name for name in own if hasattr(self, name))}"
                 )
         return self.module(family, heads, key_dim)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesian_attention.checks import at_least
+from bayesian_attention.checks import at_least, finite, flag
 from bayesian_attention.names import look_up
 from bayesian_attention.numerics import wide
 from bayesian_attention.priors.base import (
@@ -64,6 +64,8 @@ class ContextualPrior(Prior):
         super().__post_init__()
         if self.hidden is not None:
             object.__setattr__(self, "hidden", at_least("ContextualPrior", "hidden", self.hidden, 1))
+        object.__setattr__(self, "negative_slope", finite("ContextualPrior", "negative_slope", self.negative_slope))
+        flag("ContextualPrior", "share_heads", self.share_heads)
         look_up("ContextualPrior: activation", self.activation, _ACTIVATIONS)
 
     def module(self, family: str, heads: int, key_dim: int | None) -> ContextualPriorModule:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bayesian_attention.files import replacing
-from bayesian_attention.report.summary import COLUMNS, Cell, format_cell, is_percentage, methods_of, summarise
+from bayesian_attention.report.summary import (
+    COLUMNS,
+    Cell,
+    deterministic,
+    format_cell,
+    is_percentage,
+    methods_of,
+    summarise,
+)
 from bayesian_attention.tasks.records import Record, read_records
 
 if TYPE_CHECKING:
@@ -87,8 +95,6 @@ def write_report(folder: Path, destination: Path, *, methods: Sequence[str] = ()
 
 def order_of(records: Sequence[Record], wanted: Sequence[str] = ()) -> list[str]:
     """The methods of some runs: those wanted, then deterministic ones, then the others."""
-    from bayesian_attention.report.runs import deterministic
-
     labels = methods_of(records)
     fixed = {record.method for record in records if deterministic(record)}
     first = [label for label in dict.fromkeys(wanted) if label in labels]
@@ -98,7 +104,7 @@ def order_of(records: Sequence[Record], wanted: Sequence[str] = ()) -> list[str]
 
 def _task(folder: Path, number: int, task: str, records: list[Record], wanted: Sequence[str]) -> dict[str, Any]:
     """Everything that the template shows of one task."""
-    from bayesian_attention.report.runs import deterministic, load_runs
+    from bayesian_attention.report.runs import load_runs
 
     labels = order_of(records, wanted)
     records = sorted(records, key=lambda record: (labels.index(record.method), record.seed))
@@ -123,9 +129,20 @@ def _task(folder: Path, number: int, task: str, records: list[Record], wanted: S
         "risk": _risk(drawn),
         "uncertainty": _uncertainty(drawn),
         "neighbourhoods": _neighbourhoods(by_method),
+        "command": _command(folder.resolve().name, task, records, labels),
         "details": [_details(label, labels.index(label), records) for label in labels],
         "versions": _versions(records),
     }
+
+
+def _command(folder: str, task: str, records: Sequence[Record], labels: Sequence[str]) -> str:
+    """The command line that makes the runs of one task."""
+    seeds = sorted({record.seed for record in records})
+    # A lone number would be read as how many.
+    numbers = ",".join(map(str, seeds)) if len(seeds) > 1 else f"{seeds[0]}-{seeds[0]}"
+    if seeds == list(range(len(seeds))):
+        numbers = str(len(seeds))
+    return f'bayesian-attention compare {task} --attention "{",".join(labels)}" --seeds {numbers} --out {folder}'
 
 
 def _warnings(records: Sequence[Record], labels: Sequence[str]) -> list[str]:
@@ -152,10 +169,7 @@ def _table(
         return None
     rows: list[dict[str, Any]] = []
     for index, label in enumerate(labels):
-        row = [
-            _cell(cells[label].get(column), column, columns[column][1], label in fixed, labels[0] in fixed)
-            for column in shown
-        ]
+        row = [_cell(cells[label].get(column), column, columns[column][1], label in fixed) for column in shown]
         rows.append({"label": label, "index": index, "cells": row})
     counts = sorted({len(cell.values) for row in cells.values() for cell in row.values()})
     paired = sorted(
@@ -176,18 +190,17 @@ def _table(
     }
 
 
-def _cell(cell: Cell | None, column: str, direction: str, fixed: bool, first_fixed: bool) -> dict[str, str]:
+def _cell(cell: Cell | None, column: str, direction: str, fixed: bool) -> dict[str, str]:
     """What a cell of a table shows."""
     empty = {"text": "–", "difference": "", "mark": "", "title": "no run has this number"}
-    if cell is None:
-        return empty
-    # All answers of a deterministic method are uncertain by the test: its PAvPU is its error rate.
     if "pavpu" in column and fixed:
         return {**empty, "title": "without draws there is nothing to test"}
+    if cell is None:
+        return empty
     if not math.isfinite(cell.mean):
         return {**empty, "title": "not defined: all answers of a run are right, or all are wrong"}
     text, difference = format_cell(cell, is_percentage(column))
-    if cell.difference is None or not difference or ("pavpu" in column and first_fixed):
+    if cell.difference is None or not difference:
         return {**empty, "text": text, "title": ""}
     mark = ""
     if cell.differs:

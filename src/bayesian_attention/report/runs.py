@@ -85,11 +85,6 @@ class Run:
         return bool((self.epistemic > 1e-6).any())
 
 
-def deterministic(record: Record) -> bool:
-    """Whether a run's method has no distribution over attention weights, by its settings."""
-    return "prior" in record.settings and record.settings["prior"] is None
-
-
 def latest(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
     """One record for each task, method and seed: the last. Names the runs that it replaces.
 

@@ -54,6 +54,11 @@ class Cell:
         return self.difference is not None and self.interval is not None and abs(self.difference) > self.interval
 
 
+def deterministic(record: Record) -> bool:
+    """Whether a run's method has no distribution over attention weights, by its settings."""
+    return "prior" in record.settings and record.settings["prior"] is None
+
+
 def methods_of(records: Sequence[Record]) -> list[str]:
     """The methods in the order in which they first occur."""
     return list(dict.fromkeys(record.method for record in records))
@@ -63,6 +68,9 @@ def summarise(
     records: Sequence[Record], methods: Sequence[str], columns: Sequence[str] = tuple(COLUMNS)
 ) -> dict[str, dict[str, Cell]]:
     """The cells of a table: a row a method, a column a metric.
+
+    PAvPU tests the draws of a prediction. A deterministic method has none: all its answers would be uncertain
+    and its PAvPU its error rate, so it gets no such cell, and nothing is compared with one.
 
     Args:
         records: runs of one task.
@@ -79,10 +87,17 @@ def summarise(
             continue
         row = {}
         for column in columns:
+            tests_draws = "pavpu" in column
+            if tests_draws and all(map(deterministic, runs.values())):
+                continue
             values = {seed: run.metrics[column] for seed, run in sorted(runs.items()) if column in run.metrics}
             if not values:
                 continue
-            base = {seed: run.metrics[column] for seed, run in by_method[methods[0]].items() if column in run.metrics}
+            base = {
+                seed: run.metrics[column]
+                for seed, run in by_method[methods[0]].items()
+                if column in run.metrics and not (tests_draws and deterministic(run))
+            }
             difference, interval = (None, None) if method == methods[0] else paired_difference(values, base)
             row[column] = Cell(tuple(values.values()), difference, interval)
         table[method] = row
@@ -136,8 +151,8 @@ def markdown(table: dict[str, dict[str, Cell]], columns: dict[str, tuple[str, st
     for method, row in table.items():
         cells = []
         for column in shown:
-            if column not in row:
-                cells.append("")
+            if column not in row or not math.isfinite(row[column].mean):
+                cells.append("–")
                 continue
             text, difference = format_cell(row[column], is_percentage(column))
             if difference:

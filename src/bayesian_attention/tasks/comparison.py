@@ -85,7 +85,10 @@ def run_one(job: Job, progress: Progress | None = None) -> Record:
     """Make one run, and save its model and its predictions."""
     keep_freed_memory()
     graph = task_named(job.task).load(job.data)
-    training, metrics, arrays = run(graph, job.method, job.recipe, job.seed, progress)
+    try:
+        training, metrics, arrays = run(graph, job.method, job.recipe, job.seed, progress)
+    except FloatingPointError as error:
+        raise FloatingPointError(f"{job.label}, seed {job.seed}: {error}") from error
     settings = settings_of(graph, job.method, job.recipe)
     stem = run_stem(job.task, job.label, job.seed)
     save_arrays(job.out / "predictions" / f"{stem}.npz", arrays)

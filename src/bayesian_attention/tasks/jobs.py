@@ -6,8 +6,11 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import connection
 from typing import TypeVar
 
 import torch
@@ -36,14 +39,18 @@ def run_jobs(worker: Callable[[Job], Result], jobs: Sequence[Job], processes: in
     threads = max(1, (os.cpu_count() or 1) // processes)
     # spawn: a fork of a process in which PyTorch has started threads can hang.
     context = multiprocessing.get_context("spawn")
+    before = multiprocessing.active_children()
     with ProcessPoolExecutor(processes, context, initializer=_set_up, initargs=(threads,)) as pool:
         futures = {pool.submit(worker, job): job for job in jobs}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BaseException:
-            # Without this, leaving early would wait for every job that has not begun.
+            # Without this, leaving early would wait for every job, those that have not begun included.
             pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                if child not in before:
+                    child.terminate()
             raise
 
 
@@ -61,5 +68,16 @@ def keep_freed_memory() -> None:
 
 
 def _set_up(threads: int) -> None:
+    # Ctrl-C reaches every process of the terminal; the first one ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     keep_freed_memory()
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot end its workers, so they watch it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)

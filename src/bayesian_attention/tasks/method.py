@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from bayesian_attention.checks import finite
-from bayesian_attention.names import look_up
 from bayesian_attention.posteriors import Posterior, posterior_from_dict, posterior_named
 from bayesian_attention.priors import Prior, prior_from_dict, prior_named
+from bayesian_attention.tasks.assignments import assignments
 
 _PATTERN = re.compile(r"(?P<family>[^+()]+?)\s*(?:\+\s*(?P<prior>[^()]+?)\s*)?(?:\((?P<settings>.*)\))?")
 
@@ -31,7 +31,9 @@ class Method:
 
     def __post_init__(self) -> None:
         """Refuse a weight out of range, and a posterior and a prior that do not go together."""
-        if finite("Method", "kl_weight", self.kl_weight) < 0:
+        # As a float, so that 1 and 1.0 make the same record.
+        object.__setattr__(self, "kl_weight", finite("Method", "kl_weight", self.kl_weight))
+        if self.kl_weight < 0:
             raise ValueError(f"kl_weight: must not be negative; got {self.kl_weight!r}")
         if (self.prior is None) != (self.posterior.prior_family is None):
             raise ValueError(f"prior: {self.posterior} and {self.prior} do not go together")
@@ -91,36 +93,14 @@ def _parse_method(label: str, recipes: Mapping[str, Method]) -> Method:
     else:
         prior = prior_named((match["prior"] or "constant").strip())
         method = recipes.get(f"{family.name}+{prior.name}", Method(family(), prior()))
-    for assignment in filter(None, (match["settings"] or "").split(",")):
-        name, _, value = (part.strip() for part in assignment.partition("="))
-        method = _with_setting(method, label, name, value)
-    return method
-
-
-def _with_setting(method: Method, label: str, name: str, text: str) -> Method:
-    """The method with one setting replaced."""
-    owners: dict[str, object] = {field.name: method.posterior for field in fields(method.posterior)}
+    owners: dict[str, str] = {field.name: "posterior" for field in fields(method.posterior)}
     if method.prior is not None:
-        owners |= {f"prior_{field.name}": method.prior for field in fields(method.prior)} | {"kl_weight": method}
-    owner = look_up(f"attention: {label!r}: setting", name, owners)
-    value = _read_value(label, name, text)
-    if owner is method:
-        return replace(method, kl_weight=value)
-    if method.prior is not None and owner is method.prior:
-        return replace(method, prior=replace(method.prior, **{name.removeprefix("prior_"): value}))
-    return replace(method, posterior=replace(method.posterior, **{name: value}))
-
-
-def _read_value(label: str, name: str, text: str) -> Any:
-    """A number, true, false, none or a word."""
-    words: dict[str, Any] = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    if not text:
-        raise ValueError(f"attention: {label!r}: {name} has no value; write {name}=NUMBER")
-    return text
+        owners |= {f"prior_{field.name}": "prior" for field in fields(method.prior)} | {"kl_weight": "kl_weight"}
+    for name, owner, value in assignments(f"attention: {label!r}", match["settings"] or "", owners):
+        if owner == "kl_weight":
+            method = replace(method, kl_weight=value)
+        elif owner == "prior" and method.prior is not None:
+            method = replace(method, prior=replace(method.prior, **{name.removeprefix("prior_"): value}))
+        else:
+            method = replace(method, posterior=replace(method.posterior, **{name: value}))
+    return method

@@ -73,13 +73,16 @@ def load_model(path: Path, graph: Graph) -> tuple[GAT, Method, Recipe]:
     try:
         method, recipe = Method.from_dict(settings), Recipe(**settings["recipe"])
         features, classes = int(settings["features"]), int(settings["classes"])
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{_with_ending(path, '.json')}: lacks or garbles a setting ({error})") from error
     if graph.features != features:
         raise ValueError(f"{path}: was trained on {features} features; {graph.name} has {graph.features}")
     if graph.classes > classes:
         raise ValueError(f"{path}: knows {classes} classes; {graph.name} has {graph.classes}")
-    model = build(graph, method, recipe, classes)
+    try:
+        model = build(graph, method, recipe, classes)
+    except ValueError as error:
+        raise ValueError(f"{_with_ending(path, '.json')}: its settings do not go together ({error})") from error
     weights = _with_ending(path, ".safetensors")
     try:
         model.load_state_dict(load_file(weights))

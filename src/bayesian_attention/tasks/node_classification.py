@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesian_attention import metrics
+from bayesian_attention.checks import at_least, finite, positive
 from bayesian_attention.data import Graph
 from bayesian_attention.inference import (
     ClassificationPrediction,
@@ -23,11 +24,16 @@ from bayesian_attention.inference import (
     recording,
     sampling,
 )
-from bayesian_attention.inference.kl import stochastic_layers
+from bayesian_attention.inference.kl import REDUCTIONS, stochastic_layers
+from bayesian_attention.names import look_up
+from bayesian_attention.tasks.assignments import assignments
 from bayesian_attention.tasks.gat import GAT
 from bayesian_attention.tasks.method import Method
 
 Progress = Callable[[int, float], None]
+
+#: Smallest values of a recipe's whole numbers. A spread over draws needs two of them.
+_LEAST = {"hidden": 1, "heads": 1, "patience": 1, "max_epochs": 1, "kl_ramp": 0, "samples": 2}
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,26 @@ class Recipe:
     kl_reduction: str = "mean"
     kl_ramp: int = 0
     samples: int = 20
+
+    def __post_init__(self) -> None:
+        """Refuse settings out of range."""
+        for name, least in _LEAST.items():
+            at_least("Recipe", name, getattr(self, name), least)
+        positive("Recipe", "learning_rate", self.learning_rate)
+        if not 0 <= finite("Recipe", "dropout", self.dropout) < 1:
+            raise ValueError(f"Recipe: dropout must be at least 0 and less than 1; got {self.dropout!r}")
+        if finite("Recipe", "weight_decay", self.weight_decay) < 0:
+            raise ValueError(f"Recipe: weight_decay must not be negative; got {self.weight_decay!r}")
+        look_up("Recipe: kl_reduction", self.kl_reduction, REDUCTIONS)
+
+    def with_settings(self, text: str) -> Recipe:
+        """The recipe with some settings replaced, as in ``dropout=0.4,patience=200``.
+
+        Raises:
+            ValueError: an unknown setting (with near matches), or a value out of range.
+        """
+        names = {field.name: None for field in fields(self)}
+        return replace(self, **{name: value for name, _, value in assignments("recipe", text, names)})
 
 
 @dataclass
@@ -174,6 +200,9 @@ def train(graph: Graph, method: Method, recipe: Recipe, seed: int, progress: Pro
 
     Returns:
         The model with the weights of the best validation epoch.
+
+    Raises:
+        FloatingPointError: no epoch gave a finite validation loss.
     """
     torch.manual_seed(seed)
     model = build(graph, method, recipe)
@@ -194,7 +223,7 @@ def train(graph: Graph, method: Method, recipe: Recipe, seed: int, progress: Pro
         if stopping.update(model, epoch, F.cross_entropy(logits, labels).item(), accuracy):
             break
     if not stopping.kept:
-        raise RuntimeError("training gave no finite validation loss; lower the learning rate or the KL weight")
+        raise FloatingPointError("training gave no finite validation loss; lower the learning rate or the KL weight")
     model.load_state_dict(stopping.kept)
     model.eval()
     return Training(model, stopping.lowest, epoch + 1, stopping.kept_epoch, time.perf_counter() - begun)

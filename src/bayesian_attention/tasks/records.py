@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -101,7 +102,7 @@ def append_record(folder: Path, record: Record) -> None:
 def read_records(folder: Path) -> tuple[list[Record], list[str]]:
     """The finished runs of a folder, and a complaint for each line that is none.
 
-    A later line replaces an earlier one of the same run.
+    A later line replaces an earlier one of the same run, and its place in the order.
 
     Raises:
         ValueError: the list is there and cannot be read.
@@ -123,6 +124,7 @@ def read_records(folder: Path) -> tuple[list[Record], list[str]]:
         except (ValueError, TypeError) as error:
             complaints.append(f"{path}:{number}: {error}")
             continue
+        records.pop(record.key, None)
         records[record.key] = record
     return list(records.values()), complaints
 
@@ -136,5 +138,6 @@ def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
     """The arrays that :func:`save_arrays` wrote; nothing is unpickled."""
-    with np.load(path, allow_pickle=False) as file:
+    # From memory: of a file that proves to be no zip archive, numpy leaves the handle open.
+    with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
