@@ -63,7 +63,9 @@ def main() -> None:
             epoch()
             if number >= 10:  # the first rounds warm up
                 times[label].append(time.perf_counter() - begun)
-    setting = f"torch {torch.__version__}, {arguments.threads} thread(s), {arguments.rounds} rounds, {platform.machine()}"
+    setting = (
+        f"torch {torch.__version__}, {arguments.threads} thread(s), {arguments.rounds} rounds, {platform.machine()}"
+    )
     print(f"{setting}; Cora, {graph.nodes} nodes, {graph.edge_index.shape[1] + graph.nodes} edges with self-loops\n")
     print("| attention | ms an epoch (median) | ratio to softmax (median, quartiles) |\n| --- | --- | --- |")
     for label, own in times.items():

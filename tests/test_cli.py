@@ -14,32 +14,14 @@ import pytest
 from bayesian_attention import cli
 from bayesian_attention.data import load_graph
 from bayesian_attention.tasks.records import read_records
+from tests.tasks.graphs import FEATURES, NODES, write_graph
 
 SHORT = ["--recipe", "max_epochs=4,patience=4,hidden=2,heads=2,samples=3"]
 
 
 @pytest.fixture(scope="module")
 def graph_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A graph of 60 nodes in two classes that their features tell apart."""
-    generator = np.random.default_rng(0)
-    y = np.arange(60) % 2
-    dense = (generator.random((60, 8)) < np.where(y[:, None] == (np.arange(8) < 4), 0.8, 0.2)).astype(np.float32)
-    rows, columns = np.nonzero(dense)
-    one, other = generator.integers(0, 60, (2, 150))
-    path = tmp_path_factory.mktemp("graph") / "mine.npz"
-    np.savez(
-        path,
-        x_indptr=np.searchsorted(rows, np.arange(61)),
-        x_indices=columns,
-        x_data=dense[rows, columns],
-        x_shape=np.array([60, 8]),
-        edge_index=np.stack([np.r_[one, other], np.r_[other, one]]),
-        y=y,
-        train_index=np.arange(20),
-        val_index=np.arange(20, 40),
-        test_index=np.arange(40, 60),
-    )
-    return path
+    return write_graph(tmp_path_factory.mktemp("graph"))
 
 
 def call(*arguments: object) -> int:
@@ -138,15 +120,19 @@ def test_run_then_predict(graph_file: Path, tmp_path: Path, capsys: pytest.Captu
         assert line["certain"] == (line["p_value"] <= 0.05)
     # Without --seed the draws are those of the run itself, whose seed is 0 as well.
     arrays = np.load(tmp_path / "predictions" / "graph-lognormal-0.npz")
-    place = int(np.flatnonzero(arrays["node"] == 41)[0])
-    np.testing.assert_allclose(lines[2]["probabilities"], arrays["probabilities"][place], atol=1e-6)
+    np.testing.assert_array_equal([line["label"] for line in lines], arrays["label_all"][[5, 40, 41, 42]])
+    tested = {int(node): p for node, p in zip(arrays["node"], arrays["probabilities"], strict=True)}
+    shared = [line for line in lines if line["node"] in tested]
+    assert shared
+    for line in shared:
+        np.testing.assert_allclose(line["probabilities"], tested[line["node"]], atol=1e-6)
 
 
 def test_predict_writes_a_file_of_all_nodes(compared: Path, graph_file: Path, tmp_path: Path) -> None:
     model = compared / "models" / "graph-softmax-1"
     assert call("predict", model, "--data", graph_file, "--out", tmp_path / "new" / "out.jsonl") == 0
     lines = [json.loads(line) for line in (tmp_path / "new" / "out.jsonl").read_text().splitlines()]
-    assert [line["node"] for line in lines] == list(range(60))
+    assert [line["node"] for line in lines] == list(range(NODES))
     assert all(line["epistemic"] == 0 and not line["certain"] for line in lines)
 
 
@@ -209,14 +195,14 @@ def test_predict_refuses_what_does_not_fit(
     compared: Path, graph_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = compared / "models" / "graph-softmax-0"
-    assert call("predict", model, "--data", graph_file, "--nodes", "60") == 2
-    assert "there is no node 60" in capsys.readouterr().err
+    assert call("predict", model, "--data", graph_file, "--nodes", str(NODES)) == 2
+    assert f"there is no node {NODES}" in capsys.readouterr().err
     assert call("predict", model, "--data", graph_file, "--level", "2") == 2
     assert "level: must lie between 0 and 1" in capsys.readouterr().err
     cora = Path(cli.__file__).parent / "data" / "cora.npz"
     assert load_graph(cora).features == 1433
     assert call("predict", model, "--data", cora) == 2
-    assert "was trained on 8 features" in capsys.readouterr().err
+    assert f"was trained on {FEATURES} features" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
@@ -224,7 +210,8 @@ def test_predict_refuses_what_does_not_fit(
 def test_a_stopped_comparison_keeps_its_finished_runs(graph_file: Path, tmp_path: Path, number: signal.Signals) -> None:
     command = [
         sys.executable, "-c", "from bayesian_attention.cli import main; main()", "compare", "graph",
-        "--data", str(graph_file), "--attention", "softmax,weibull", "--seeds", "500", "--jobs", "2", "--out", str(tmp_path), *SHORT,
+        "--data", str(graph_file), "--attention", "softmax,weibull", "--seeds", "500", "--jobs", "2",
+        "--out", str(tmp_path), *SHORT,
     ]  # fmt: skip
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True

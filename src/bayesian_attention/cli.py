@@ -80,9 +80,7 @@ def run(
     out: Out = None,
 ) -> None:
     """Train one model, measure it and save it."""
-    jobs, found, labels, folder = _plan(task, attention, [seed], recipe, data, out)
-    if len(labels) > 1:
-        raise ValueError(f"attention: run takes one method; got {attention!r}. Use compare for several")
+    jobs, found, _, folder = _plan(task, attention, [seed], recipe, data, out, single=True)
     record = found[0] if found else _train_one(jobs[0])
     _print_metrics(record)
     _out().print(f"model: {folder / 'models' / record.stem}.safetensors", highlight=False, soft_wrap=True)
@@ -259,7 +257,14 @@ def _numbers(argument: str, text: str, *, counts: bool = False) -> list[int]:
 
 
 def _plan(
-    name: str, attention: str, seeds: Sequence[int], recipe: str, data: Path | None, out: Path | None
+    name: str,
+    attention: str,
+    seeds: Sequence[int],
+    recipe: str,
+    data: Path | None,
+    out: Path | None,
+    *,
+    single: bool = False,
 ) -> tuple[list[Job], list[Record], list[str], Path]:
     """Runs to make, runs that are there, labels of the methods, folder of the results."""
     from bayesian_attention.files import writable_folder
@@ -269,6 +274,8 @@ def _plan(
 
     task = task_named(name)
     methods = parse_methods(attention, task.methods)
+    if single and len(methods) > 1:
+        raise ValueError(f"attention: run takes one method; got {attention!r}. Use compare for several")
     settings = task.recipe.with_settings(recipe)
     # Before the folder is made: a typing error should leave nothing behind.
     task.load(data)

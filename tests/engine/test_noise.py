@@ -70,7 +70,7 @@ def bits_int(seed: int, sample: int, batch: int, inner: int, head: int, query: i
     x = mix_int((key * 0x9E3779B1 + 0xA54FF53A) % 2**32) ^ first
     x ^= x >> 16
     x = x * 0x7FEB352D % 2**32
-    x = ((x ^ x >> 15) + second) % 2**32
+    x = x ^ x >> 15 ^ second
     x = x * 0x846CA68B % 2**32
     return x ^ x >> 16
 
@@ -122,11 +122,11 @@ def test_mix_agrees_with_python_integers_and_undoes():
 
 GOLDEN = {
     # seed, sample, batch, head, query, key
-    (0, 0, 0, 0, 0, 0): 0x3AB01900,
-    (1, 0, 0, 0, 0, 0): 0x3E79EE96,
-    (-1, 0, 0, 0, 0, 1): 0x414304C6,
-    (2**63 - 1, 5, 2, 11, 511, 511): 0x5588064D,
-    (-(2**63), 19, 2**40 + 1, 3, 2**20, 2**31 - 1): 0x9ADBCC16,
+    (0, 0, 0, 0, 0, 0): 0xB41DFC39,
+    (1, 0, 0, 0, 0, 0): 0xF8B88857,
+    (-1, 0, 0, 0, 0, 1): 0xFA5D30F8,
+    (2**63 - 1, 5, 2, 11, 511, 511): 0xC077BDB2,
+    (-(2**63), 19, 2**40 + 1, 3, 2**20, 2**31 - 1): 0x2185CF98,
 }
 
 
@@ -366,3 +366,20 @@ def test_derived_seeds_are_distinct_and_depend_on_all_coordinates():
 
 def test_derived_seed_takes_tensors():
     assert noise.derive_seed(torch.tensor(-9), 4) == noise.derive_seed(-9, 4)
+
+
+def test_unsigned_seeds_are_the_same_64_bits() -> None:
+    for seed in (2**63, 2**64 - 1, 2**63 + 12345):
+        one, other = noise.start(seed), noise.start(seed - 2**64)
+        assert (int(one.first), int(one.second)) == (int(other.first), int(other.second))
+
+
+def test_rows_that_share_one_word_alone_are_independent() -> None:
+    """Mean resultant length of the difference of uniforms on the circle: above 0.02 by chance in 1e-11 of cases."""
+    keys = noise.key_words(torch.arange(65536))
+    first = torch.tensor(12345, dtype=torch.int32)
+    a, b = (
+        noise.uniform(noise.bits(noise.RowWords(first, torch.tensor(word, dtype=torch.int32)), keys), torch.float64)
+        for word in (777, 778 << 12)
+    )
+    assert torch.exp(2j * math.pi * (a - b)).mean().abs() < 0.02

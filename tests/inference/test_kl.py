@@ -417,6 +417,48 @@ def test_checkpointing_changes_neither_divergence_nor_gradients(tracked, seed):
     torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
 
 
+class _CheckpointedTwice(Shared):
+    """A shared layer, each call of it a checkpointed block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(lambda y: self.layer(y, y, y)[0], x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_checkpointed_block_that_would_draw_other_weights_in_backward_is_refused(seed):
+    model = _Checkpointed(False)
+    with ba.sampling(model.eval(), True, seed=seed):
+        loss = model(X).sum()
+    with pytest.raises(RuntimeError, match=r"call backward\(\) inside"):
+        loss.backward()
+
+
+def test_checkpointed_calls_of_a_shared_layer_are_refused_under_a_seed_alone():
+    torch.manual_seed(0)
+    model = ba.track_kl(_CheckpointedTwice(attention().double()))
+    with ba.sampling(model, True, seed=3):
+        loss = model(X).sum()
+        with pytest.raises(RuntimeError, match="more than once in a pass"):
+            loss.backward()
+    plain = ba.track_kl(Shared(model.layer))
+    gradients = []
+    for network in (model, plain):
+        torch.manual_seed(1)
+        model.zero_grad()
+        network(X).square().sum().backward()
+        gradients.append(model.layer.in_proj_weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+
+
+def test_an_empty_batch_has_no_divergence():
+    model = encoder()
+    for reduction in ("sum", "mean"):
+        model(features(0, 3, 8))
+        assert ba.kl_divergence(model, reduction=reduction).item() == 0
+
+
 def test_reentrant_checkpointing_is_refused_in_training():
     model = ba.track_kl(_Checkpointed(True))
     model(X.clone().requires_grad_())
@@ -466,11 +508,11 @@ def test_unknown_reduction_is_named():
         ba.kl_divergence(model, reduction="means")
 
 
-@pytest.mark.parametrize("examples", [0, -3])
+@pytest.mark.parametrize("examples", [0, -3, 2.5])
 def test_impossible_numbers_of_examples_are_named(examples):
     model = encoder()
     model(X)
-    with pytest.raises(ValueError, match=f"examples: must be at least 1; got {examples}"):
+    with pytest.raises(ValueError, match=f"examples must be a whole number of at least 1; got {examples}"):
         ba.kl_divergence(model, examples=examples)
 
 

@@ -174,3 +174,10 @@ class TestGrammar:
     )
     def test_values_out_of_range(self, setting: str, name: str):
         assert name in refusal(f"weibull+contextual({setting})")
+
+
+def test_settings_given_twice_and_of_another_family_are_named() -> None:
+    with pytest.raises(ValueError, match="shape is set twice"):
+        parse_methods("weibull(shape=1,shape=2)", {})
+    with pytest.raises(ValueError, match="scale has no meaning for a gamma prior"):
+        parse_methods("weibull(prior_scale=2)", {})

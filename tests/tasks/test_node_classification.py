@@ -316,10 +316,19 @@ class TestRun:
         draws = predictive(training.model, recipe, 1).logits.double().softmax(dim=2).mean(dim=0)[graph.splits["val"]]
         y = graph.y[graph.splits["val"]]
         assert metrics["val_nll"] == pytest.approx(sk.log_loss(y, draws, labels=range(CLASSES)), rel=1e-5)
-        training.model.load_state_dict(training.lowest_loss)
-        draws = predictive(training.model, recipe, 1).logits.double().softmax(dim=2).mean(dim=0)[graph.splits["test"]]
-        y = graph.y[graph.splits["test"]]
-        assert metrics["lowest_loss_nll"] == pytest.approx(sk.log_loss(y, draws, labels=range(CLASSES)), rel=1e-5)
+
+
+@pytest.mark.parametrize("method", [METHODS["softmax"], METHODS["weibull"]], ids=["softmax", "weibull"])
+def test_the_weights_of_the_lowest_loss_are_measured_too(graph: Graph, method: Method):
+    recipe = dataclasses.replace(SHORT, max_epochs=30, learning_rate=0.05)
+    training, metrics, _ = run(graph, method, recipe, 0)
+    assert not torch.equal(training.lowest_loss["project"], training.model.project)
+    training.model.load_state_dict(training.lowest_loss)
+    nodes = graph.splits["test"]
+    draws = predictive(training.model, recipe, 0).logits.double().softmax(dim=2).mean(dim=0)[nodes]
+    loss = sk.log_loss(graph.y[nodes], draws, labels=range(CLASSES))
+    assert metrics["lowest_loss_nll"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["nll"] != pytest.approx(loss, rel=1e-3)
 
 
 def test_attention_draws_are_those_of_the_predictions(graph: Graph):

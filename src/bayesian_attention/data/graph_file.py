@@ -38,7 +38,7 @@ class Graph:
         name: what to call it.
         fingerprint: first 16 hexadecimal digits of the SHA-256 of the file.
         indptr: int64 (N + 1,), row pointers of the features.
-        indices: int64 (nnz,), their columns, ascending in each row.
+        indices: int64 (nnz,), their columns.
         values: float32 (nnz,), their values.
         features: number of columns F.
         edge_index: int64 (2, E).

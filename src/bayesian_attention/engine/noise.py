@@ -7,14 +7,18 @@ in a backward pass that recomputes it. A stateful generator can promise none of 
 
 The function has two stages.
 
-1. *Row words.* ``(seed, sample, batch, head, query)`` is hashed into two 32-bit words. Each word is a
-   chain: starting from a constant, every coordinate is added (times an odd constant) and the state
-   goes through :func:`mix`, a bijection of 32 bits. The two chains use different constants, so two
-   rows share their noise only if both words collide, with probability 2⁻⁶⁴ a pair.
+1. *Row words.* ``(seed, sample, batch, inner, head, query)`` is hashed into two 32-bit words. Each word
+   is a chain: starting from a constant, every coordinate is added (times an odd constant) and the state
+   goes through :func:`mix`, a bijection of 32 bits. Seed, sample and batch row are 64-bit numbers, which
+   enter by their low and their high word; the others are 32-bit. ``inner`` numbers the attention rows of
+   one example where a model folds windows or time steps into the batch; elsewhere, and on graphs, it is 0.
+   The two chains use different constants, so two rows share their noise only if both words collide,
+   with probability 2⁻⁶⁴ a pair.
 2. *Bits.* The key position is mixed once a column into a word ``c``. The bits of an entry are
-   ``mix(c ^ r0)`` with ``r1`` added between the two multiplications: nine 32-bit integer operations
-   an element (on unsigned words), which CPUs and GPUs vectorise. Within a row the map from ``c`` to
-   the bits is a bijection.
+   ``mix(c ^ r0)`` with ``r1`` joined by exclusive or between the two multiplications: ten 32-bit integer
+   operations an element (on unsigned words), which CPUs and GPUs vectorise. Within a row the map from
+   ``c`` to the bits is a bijection. Joined by addition instead, ``r1`` would make two rows that share
+   ``r0`` alone (2⁻³² a pair, so some of a large batch) the same numbers up to a shift.
 
 ``mix`` is the finaliser "lowbias32" (C. Wellons, hash-prospector, public domain), the best known
 two-multiplication mixer of 32 bits by avalanche bias. Signed ``int32`` stands in for ``uint32``, which
@@ -59,7 +63,8 @@ def mix(x: Tensor) -> Tensor:
 def _words(value: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """The low and the high 32 bits of an integer (or of each integer of a tensor), as int32."""
     if not isinstance(value, Tensor):
-        value = torch.tensor(value, dtype=torch.int64, device=device)
+        # A seed may be written as an unsigned number, as torch.manual_seed takes it: the same 64 bits.
+        value = torch.tensor((value + (1 << 63)) % (1 << 64) - (1 << 63), dtype=torch.int64, device=device)
     if value.dtype == torch.int32:
         value = value.to(device)
         return value, value >> 31  # the high word repeats the sign, as in int64
@@ -108,7 +113,7 @@ def start(seed: int | Tensor, sample: int | Tensor = 0, *, device: torch.device 
     """Begin an address with the seed and the number of the posterior draw.
 
     Args:
-        seed: any 64-bit integer, or an integer tensor that broadcasts.
+        seed: any 64-bit integer, signed or not, or an integer tensor that broadcasts.
         sample: number of the draw; a tensor gives each row of the batch its own.
         device: where the words live; by default that of ``seed``, or the CPU.
     """
@@ -131,7 +136,7 @@ def bits(rows: RowWords, keys: Tensor) -> Tensor:
     """
     x = keys ^ rows.first
     x = (x ^ _shift_right(x, 16)) * _M1
-    x = ((x ^ _shift_right(x, 15)) + rows.second) * _M2
+    x = (x ^ _shift_right(x, 15) ^ rows.second) * _M2
     return x ^ _shift_right(x, 16)
 
 

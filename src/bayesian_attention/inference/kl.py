@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesian_attention.checks import at_least
 from bayesian_attention.layers.stochastic import KLTerm, StochasticAttention
 from bayesian_attention.names import look_up
 
@@ -88,7 +89,7 @@ def kl_divergence(model: nn.Module, *, reduction: str = "sum", examples: int | N
             )
     if reduction == "mean":
         return torch.stack([_to(terms[0], t.total / t.entries.clamp_min(1)) for t in terms]).mean()
-    return torch.stack([_to(terms[0], t.total) for t in terms]).sum() / _examples(terms, examples)
+    return torch.stack([_to(terms[0], t.total) for t in terms]).sum() / max(_examples(terms, examples), 1)
 
 
 @contextmanager
@@ -113,9 +114,7 @@ def _to(first: KLTerm, value: Tensor) -> Tensor:
 def _examples(terms: list[KLTerm], examples: int | None) -> int:
     """What the sum is divided by."""
     if examples is not None:
-        if examples < 1:
-            raise ValueError(f"examples: must be at least 1; got {examples}")
-        return examples
+        return at_least("kl_divergence", "examples", examples, 1)
     sizes = {term.examples for term in terms}
     size = next(iter(sizes))
     if len(sizes) > 1 or size is None:
@@ -152,5 +151,6 @@ def _close_records(module: nn.Module, args: tuple[Any, ...], output: object) -> 
     for layer in stochastic_layers(module):
         if layer.opened_by == id(module):
             layer.inside_forward = False
+            layer.last_pass = layer.pass_state() if torch.is_grad_enabled() else None
             # A checkpointed block that runs again in the backward pass repeats its first call's noise.
             layer.call_number = 0

@@ -41,6 +41,8 @@ def sampling(
         raise ValueError("sample_index, batch_ids: address noise under a seed; give the seed too")
     if seed is not None:
         seed = at_least("sampling", "seed", seed, -(2**63))
+        if seed >= 2**64:
+            raise ValueError(f"sampling: seed must have at most 64 bits; got {seed}")
     track_kl(model)
     layers = stochastic_layers(model)
     names = ("sampling", "seed", "sample_index", "batch_ids", "call_number")

@@ -35,6 +35,20 @@ class KLTerm(NamedTuple):
     training: bool
 
 
+class PassState(NamedTuple):
+    """What decides the draws of one pass.
+
+    Attributes:
+        active: whether weights were drawn.
+        seed: the layer's seed; None: fresh ones from PyTorch's generator, which checkpoints restore.
+        calls: seeded calls of the layer in the pass.
+    """
+
+    active: bool
+    seed: Tensor | None
+    calls: int
+
+
 class StochasticAttention(nn.Module):
     """Draws the attention weights of one layer and records their divergence from the prior.
 
@@ -79,6 +93,8 @@ class StochasticAttention(nn.Module):
         self.tracked = False
         self.inside_forward = False
         self.opened_by = 0
+        #: How the last differentiable pass drew its weights; see :meth:`_check_replay`.
+        self.last_pass: PassState | None = None
         self.kl_terms: list[KLTerm] = []
         self.calls_since_read = 0
 
@@ -155,14 +171,38 @@ class StochasticAttention(nn.Module):
 
     def _address(self) -> NoiseAddress | None:
         """Where this call's noise lives; None for the posterior mean."""
-        active = self.training if self.sampling is None else self.sampling
-        if not active or not self.posterior.spec.stochastic:
+        if not self.posterior.spec.stochastic:
+            return None
+        if self.last_pass is not None and _in_backward():
+            self._check_replay(self.last_pass)
+        if not self._active:
             return None
         if self.seed is None:
             return NoiseAddress(noise.new_seed())
         seed = noise.derive_seed(self.seed, self.call_number)
         self.call_number += 1
         return NoiseAddress(seed, self.sample_index, self.batch_ids)
+
+    @property
+    def _active(self) -> bool:
+        return self.training if self.sampling is None else self.sampling
+
+    def pass_state(self) -> PassState:
+        """What decides the draws now."""
+        return PassState(self._active, self.seed, self.call_number)
+
+    def _check_replay(self, last: PassState) -> None:
+        """A checkpointed block runs again in the backward pass: refuse where it would draw other weights."""
+        if self._active != last.active or self.seed is not last.seed:
+            raise RuntimeError(
+                "a checkpointed block ran forward under sampling(...), and backward() runs outside of that block, "
+                "so it would draw other weights; call backward() inside it"
+            )
+        if self.seed is not None and last.calls > 1:
+            raise RuntimeError(
+                "a checkpointed layer ran more than once in a pass under sampling(seed=...), so its draws cannot be "
+                "told apart when it runs again; leave out the seed, torch.manual_seed rules then"
+            )
 
     def _record(self, log_p: Tensor, rows: Rows, keys: Tensor | None, examples: int | None) -> None:
         """Keep the divergence of one call, given the log of the mean weights."""
@@ -196,7 +236,12 @@ class StochasticAttention(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Recorded terms belong to a graph: copies and files go without them."""
-        return {**self.__dict__, "kl_terms": [], "calls_since_read": 0, "inside_forward": False}
+        return {**self.__dict__, "kl_terms": [], "calls_since_read": 0, "inside_forward": False, "last_pass": None}
+
+
+def _in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread, as torch.utils.checkpoint asks it."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _examples(logits: Tensor) -> int:

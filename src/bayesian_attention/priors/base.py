@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from bayesian_attention.checks import finite, positive
+from bayesian_attention.names import look_up
 
 #: Smallest concentration of a Gamma prior: below it log Γ leaves float32.
 SMALLEST_CONCENTRATION = 1e-30
@@ -75,7 +76,16 @@ class Prior(ABC):
         Raises:
             ValueError: a setting is given that the family does not have, or keys are needed and absent.
         """
-        own = FAMILY_SETTINGS[family]
+        self.check_family(family)
+        return self.module(family, heads, key_dim)
+
+    def check_family(self, family: str) -> None:
+        """Refuse settings of another family than "gamma" or "lognormal", whichever is asked for.
+
+        Raises:
+            ValueError: a setting is given that the family does not have.
+        """
+        own = look_up("family", family, FAMILY_SETTINGS)
         for field in fields(self):
             foreign = field.name in self.defaults and field.name not in own
             if foreign and getattr(self, field.name) is not None:
@@ -83,7 +93,6 @@ class Prior(ABC):
                     f"{type(self).__name__}: {field.name} has no meaning for a {family} prior; "
                     f"it takes {' and '.join(name for name in own if hasattr(self, name))}"
                 )
-        return self.module(family, heads, key_dim)
 
     @abstractmethod
     def module(self, family: str, heads: int, key_dim: int | None) -> PriorModule:

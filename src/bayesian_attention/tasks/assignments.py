@@ -23,13 +23,17 @@ def assignments(what: str, text: str, known: Mapping[str, Owner]) -> Iterator[tu
         known: all names of settings.
 
     Raises:
-        ValueError: an unknown name (with near matches), or a name without a value.
+        ValueError: an unknown name (with near matches), a name without a value, or a name given twice.
     """
+    seen: set[str] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
         owner = look_up(f"{what}: setting", name, known)
         if not value:
             raise ValueError(f"{what}: {name} has no value; write {name}=NUMBER")
+        if name in seen:
+            raise ValueError(f"{what}: {name} is set twice")
+        seen.add(name)
         yield name, owner, _read(value)
 
 

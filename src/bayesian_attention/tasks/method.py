@@ -37,6 +37,8 @@ class Method:
             raise ValueError(f"kl_weight: must not be negative; got {self.kl_weight!r}")
         if (self.prior is None) != (self.posterior.prior_family is None):
             raise ValueError(f"prior: {self.posterior} and {self.prior} do not go together")
+        if self.prior is not None and self.posterior.prior_family is not None:
+            self.prior.check_family(self.posterior.prior_family)
 
     def to_dict(self) -> dict[str, Any]:
         """The method as plain data."""

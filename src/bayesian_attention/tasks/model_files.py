@@ -73,7 +73,7 @@ def load_model(path: Path, graph: Graph) -> tuple[GAT, Method, Recipe]:
     try:
         method, recipe = Method.from_dict(settings), Recipe(**settings["recipe"])
         features, classes = int(settings["features"]), int(settings["classes"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"{_with_ending(path, '.json')}: lacks or garbles a setting ({error})") from error
     if graph.features != features:
         raise ValueError(f"{path}: was trained on {features} features; {graph.name} has {graph.features}")

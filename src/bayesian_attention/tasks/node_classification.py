@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -108,7 +109,8 @@ class EarlyStopping:
 
     def update(self, model: nn.Module, epoch: int, loss: float, accuracy: float) -> bool:
         """Take an epoch's results; True when training should stop."""
-        better_loss, better_accuracy = loss <= self.best_loss, accuracy >= self.best_accuracy
+        better_loss = math.isfinite(loss) and loss <= self.best_loss
+        better_accuracy = accuracy >= self.best_accuracy
         if better_loss:
             self.lowest = copy.deepcopy(model.state_dict())
         if better_loss and better_accuracy:
