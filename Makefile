@@ -8,7 +8,7 @@ OUT ?= runs/demo
 # One thread a process: the graphs of the tests are small, and pytest runs a process a core.
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 MPLBACKEND=Agg
 
-.PHONY: demo test lint format study-graphs benchmark-graph clean
+.PHONY: demo test lint format benchmark-graph study-graphs clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -30,6 +30,21 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# An epoch of each method against an epoch of softmax attention.
+benchmark-graph: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/graph.py
+
+# The runs and tables of studies/graphs: about an hour and a half on two cores. Citeseer needs BAYESIAN_ATTENTION_DATA.
+STUDY := softmax,weibull,weibull+contextual,lognormal,lognormal+contextual
+study-graphs: $(READY)
+	for task in cora citeseer; do \
+	    $(BIN)/bayesian-attention compare $$task --attention $(STUDY) --seeds 10 --out runs/study-$$task && \
+	    $(BIN)/bayesian-attention compare $$task --attention $(STUDY) --seeds 10 --recipe dropout=0.4 \
+	        --out runs/study-$$task-dropout && \
+	    $(BIN)/python studies/graphs/tables.py runs/study-$$task && \
+	    $(BIN)/python studies/graphs/tables.py runs/study-$$task-dropout || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
