@@ -59,7 +59,13 @@ _CORA = {
     "lognormal+constant": Method(LogNormal(0.1), ConstantPrior(scale=1.0), 0.1),
     "lognormal+contextual": Method(LogNormal(0.1), ContextualPrior(share_heads=False, scale=1.0), 0.1),
 }
-_CITESEER = _CORA
+_CITESEER = {
+    "softmax": Method(Softmax()),
+    "weibull+constant": Method(Weibull(10.0), ConstantPrior(concentration=0.1, rate=0.1), 0.01),
+    "weibull+contextual": Method(Weibull(10.0), ContextualPrior(share_heads=False, rate=0.1), 0.01),
+    "lognormal+constant": Method(LogNormal(0.1), ConstantPrior(scale=10.0), 0.01),
+    "lognormal+contextual": Method(LogNormal(0.1), ContextualPrior(share_heads=False, scale=10.0), 0.1),
+}
 
 TASKS: dict[str, Task] = {
     task.name: task
