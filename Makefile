@@ -40,7 +40,7 @@ STUDY := softmax,weibull,weibull+contextual,lognormal,lognormal+contextual
 study-graphs: $(READY)
 	for task in cora citeseer; do \
 	    $(BIN)/bayesian-attention compare $$task --attention $(STUDY) --seeds 10 --out runs/study-$$task && \
-	    $(BIN)/bayesian-attention compare $$task --attention $(STUDY) --seeds 10 --recipe dropout=0.4 \
+	    $(BIN)/bayesian-attention compare $$task --attention $(STUDY) --seeds 5 --recipe dropout=0.4 \
 	        --out runs/study-$$task-dropout && \
 	    $(BIN)/python studies/graphs/tables.py runs/study-$$task && \
 	    $(BIN)/python studies/graphs/tables.py runs/study-$$task-dropout || exit 1; \

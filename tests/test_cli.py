@@ -31,6 +31,12 @@ def call(*arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
+def model_of(folder: Path, method: str, seed: int) -> Path:
+    """The weights of a run."""
+    (record,) = (r for r in read_records(folder)[0] if (r.method, r.seed) == (method, seed))
+    return folder / "models" / f"{record.stem}.safetensors"
+
+
 @pytest.fixture(scope="module")
 def compared(graph_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compared")
@@ -107,7 +113,7 @@ def test_two_processes_give_the_results_of_one(compared: Path, graph_file: Path,
 def test_run_then_predict(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", "graph", "--data", graph_file, "--attention", "lognormal", "--out", tmp_path, *SHORT) == 0
     assert "accuracy" in capsys.readouterr().out
-    model = tmp_path / "models" / "graph-lognormal-0.safetensors"
+    model = model_of(tmp_path, "lognormal", 0)
     assert call("predict", model, "--data", graph_file, "--nodes", "5,40-42") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["node"] for line in lines] == [5, 40, 41, 42]
@@ -119,7 +125,7 @@ def test_run_then_predict(graph_file: Path, tmp_path: Path, capsys: pytest.Captu
         assert line["entropy"] == pytest.approx(-(probabilities * np.log(probabilities)).sum(), abs=1e-4)
         assert line["certain"] == (line["p_value"] <= 0.05)
     # Without --seed the draws are those of the run itself, whose seed is 0 as well.
-    arrays = np.load(tmp_path / "predictions" / "graph-lognormal-0.npz")
+    arrays = np.load(tmp_path / "predictions" / f"{model.stem}.npz")
     np.testing.assert_array_equal([line["label"] for line in lines], arrays["label_all"][[5, 40, 41, 42]])
     tested = {int(node): p for node, p in zip(arrays["node"], arrays["probabilities"], strict=True)}
     shared = [line for line in lines if line["node"] in tested]
@@ -129,7 +135,7 @@ def test_run_then_predict(graph_file: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 def test_predict_writes_a_file_of_all_nodes(compared: Path, graph_file: Path, tmp_path: Path) -> None:
-    model = compared / "models" / "graph-softmax-1"
+    model = model_of(compared, "softmax", 1)
     assert call("predict", model, "--data", graph_file, "--out", tmp_path / "new" / "out.jsonl") == 0
     lines = [json.loads(line) for line in (tmp_path / "new" / "out.jsonl").read_text().splitlines()]
     assert [line["node"] for line in lines] == list(range(NODES))
@@ -140,6 +146,34 @@ def test_report_of_a_folder(compared: Path, tmp_path: Path, capsys: pytest.Captu
     assert call("report", compared, "--out", tmp_path / "r.html") == 0
     assert str(tmp_path / "r.html") in capsys.readouterr().out.replace("\n", "")
     assert "</html>" in (tmp_path / "r.html").read_text()
+
+
+def test_other_settings_in_the_same_folder_keep_apart(graph_file: Path, tmp_path: Path) -> None:
+    base = ["compare", "graph", "--data", graph_file, "--attention", "softmax", "--seeds", "1", "--out", tmp_path]
+    assert call(*base, *SHORT) == 0
+    table, report = (tmp_path / "table.md").read_text(), (tmp_path / "report.html").read_text()
+    assert call(*base, "--recipe", "max_epochs=2,hidden=3,samples=2") == 0
+    assert (tmp_path / "table.md").read_text() != table
+    assert call(*base, *SHORT) == 0
+    assert (tmp_path / "table.md").read_text() == table
+    assert (tmp_path / "report.html").read_text() == report
+    assert len(list((tmp_path / "models").glob("*.safetensors"))) == 2
+
+
+def test_run_makes_a_lost_model_again(graph_file: Path, tmp_path: Path) -> None:
+    arguments = ["run", "graph", "--data", graph_file, "--attention", "softmax", "--out", tmp_path, *SHORT]
+    assert call(*arguments) == 0
+    model = model_of(tmp_path, "softmax", 0)
+    content = model.read_bytes()
+    model.unlink()
+    assert call(*arguments) == 0
+    assert model.read_bytes() == content
+
+
+def test_brackets_in_a_path_are_no_markup(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "B[red]x[/b]"
+    assert call("run", "graph", "--data", graph_file, "--attention", "softmax", "--out", folder, *SHORT) == 0
+    assert str(folder) in capsys.readouterr().out.replace("\n", "")
 
 
 def test_tasks_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +228,7 @@ def test_unwritable_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_predict_refuses_what_does_not_fit(
     compared: Path, graph_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = compared / "models" / "graph-softmax-0"
+    model = model_of(compared, "softmax", 0)
     assert call("predict", model, "--data", graph_file, "--nodes", str(NODES)) == 2
     assert f"there is no node {NODES}" in capsys.readouterr().err
     assert call("predict", model, "--data", graph_file, "--level", "2") == 2

@@ -39,6 +39,9 @@ app = typer.Typer(
     help="Attention weights as random variables: train, compare, report, predict.",
 )
 
+#: Most seeds and nodes that one call names, and the largest of them.
+_MOST, _LARGEST = 1_000_000, 2**63 - 1
+
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task; `bayesian-attention tasks` lists them.")]
 Attention = Annotated[
     str,
@@ -56,9 +59,6 @@ RecipeSettings = Annotated[
     str, typer.Option("--recipe", help="Settings of model and training to change, as dropout=0.4,patience=200.")
 ]
 
-#: Most seeds and nodes that one call names.
-_MOST = 1_000_000
-
 
 @app.command()
 def tasks() -> None:
@@ -74,7 +74,7 @@ def tasks() -> None:
 def run(
     task: TaskName,
     attention: Attention = "weibull",
-    seed: Annotated[int, typer.Option(help="Seed of initialisation, training and draws.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of initialisation, training and draws.", min=0, max=_LARGEST)] = 0,
     recipe: RecipeSettings = "",
     data: Data = None,
     out: Out = None,
@@ -83,7 +83,7 @@ def run(
     jobs, found, _, folder = _plan(task, attention, [seed], recipe, data, out, single=True)
     record = found[0] if found else _train_one(jobs[0])
     _print_metrics(record)
-    _out().print(f"model: {folder / 'models' / record.stem}.safetensors", highlight=False, soft_wrap=True)
+    _say(_out(), f"model: {folder / 'models' / record.stem}.safetensors")
 
 
 @app.command()
@@ -100,6 +100,7 @@ def compare(
 
     Finished runs in the output folder are not made again, so a call that was stopped goes on where it was.
     """
+    from bayesian_attention.files import replacing
     from bayesian_attention.report import markdown, write_report
     from bayesian_attention.report.summary import COLUMNS, summarise
     from bayesian_attention.tasks.comparison import in_order
@@ -108,10 +109,12 @@ def compare(
     if missing:
         found += _train_all(missing, jobs or _cores())
     records = in_order(found, labels)
+    # Files first: a terminal that cannot print a character, or a pipe that is closed, must not cost them.
+    with replacing(folder / "table.md") as temporary:
+        temporary.write_text(markdown(summarise(records, labels), COLUMNS), encoding="utf-8")
+    destination = write_report(folder, folder / "report.html", methods=labels, only=records)
     _print_comparison(records, labels)
-    (folder / "table.md").write_text(markdown(summarise(records, labels), COLUMNS), encoding="utf-8")
-    destination = write_report(folder, folder / "report.html", methods=labels)
-    _out().print(f"table:  {folder / 'table.md'}\nreport: {destination}", highlight=False, soft_wrap=True)
+    _say(_out(), f"table:  {folder / 'table.md'}\nreport: {destination}")
 
 
 @app.command()
@@ -129,7 +132,7 @@ def report(
     if destination.is_dir():
         raise ValueError(f"out: {destination} is a folder; name the HTML file")
     writable_folder(destination.parent, "out")
-    _out().print(f"report: {write_report(runs, destination)}", highlight=False, soft_wrap=True)
+    _say(_out(), f"report: {write_report(runs, destination)}")
 
 
 @app.command()
@@ -137,7 +140,7 @@ def predict(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A saved model: its .safetensors or .json file.")],
     nodes: Annotated[str, typer.Option(help="Which nodes, as 0-99 or 3,17,20-30 (default: all).")] = "",
     samples: Annotated[int | None, typer.Option(help="Posterior draws (default: as in training).", min=2)] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.", min=0, max=_LARGEST)] = 0,
     level: Annotated[float, typer.Option(help="Significance level for calling a prediction certain.")] = 0.05,
     data: Data = None,
     out: Annotated[Path | None, typer.Option(help="A jsonl file (default: standard output).")] = None,
@@ -153,7 +156,7 @@ def predict(
     settings = read_settings(model)
     graph = task_named(str(settings.get("task"))).load(data)
     if graph.fingerprint != settings.get("data"):
-        _err().print(f"note: {graph.name} is not the graph that the model was trained on", highlight=False)
+        _say(_err(), f"note: {graph.name} is not the graph that the model was trained on")
     network, _, recipe = load_model(model, graph)
     wanted = _numbers("nodes", nodes) if nodes else list(range(graph.nodes))
     if max(wanted) >= graph.nodes:
@@ -182,9 +185,11 @@ def predict(
     writable_folder(out.parent, "out")
     if out.is_dir():
         raise ValueError(f"out: {out} is a folder; name the jsonl file")
+    if out.suffix in (".safetensors", ".json"):
+        raise ValueError(f"out: {out} has the ending of a model's file; name a jsonl file")
     with replacing(out) as temporary:
         temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    _err().print(f"{len(wanted)} predictions: {out}", highlight=False, soft_wrap=True)
+    _say(_err(), f"{len(wanted)} predictions: {out}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -204,11 +209,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         _fail(f"{error.filename or 'system'}: {error.strerror or error}")
+    except MemoryError:
+        _fail("not enough memory")
+    except RuntimeError as error:
+        # PyTorch has no class of its own for this on CPUs.
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        _fail("not enough memory")
 
 
 def _fail(message: str) -> None:
     _err().print(f"[bold red]error:[/] {_plain(message)}", highlight=False, soft_wrap=True)
     raise SystemExit(2)
+
+
+def _say(console: Console, text: str) -> None:
+    """Print text as it is: no markup, no colours, no line breaks inside of paths."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _plain(text: str) -> str:
@@ -229,6 +246,8 @@ def _err() -> Console:
 def _console(*, stderr: bool) -> Console:
     """A console of the stream as it is now. A file has no width of its own; tables need some."""
     stream = sys.stderr if stderr else sys.stdout
+    if stream is None:  # closed by who started the command
+        return Console(quiet=True)
     return Console(file=stream, width=None if stream.isatty() else 120)
 
 
@@ -250,6 +269,8 @@ def _numbers(argument: str, text: str, *, counts: bool = False) -> list[int]:
         ends = [first, last if dash else first]
         if not all(end.strip().isdecimal() for end in ends) or int(ends[0]) > int(ends[1]):
             raise ValueError(f"{argument}: cannot read {piece!r}; write whole numbers and ranges, as 0,4,7-9")
+        if int(ends[1]) > _LARGEST:
+            raise ValueError(f"{argument}: {piece!r} is too large; at most {_LARGEST}")
         if int(ends[1]) - int(ends[0]) >= _MOST:
             raise ValueError(f"{argument}: {piece!r} are too many; at most {_MOST:,} at once")
         numbers.extend(range(int(ends[0]), int(ends[1]) + 1))
@@ -268,7 +289,7 @@ def _plan(
 ) -> tuple[list[Job], list[Record], list[str], Path]:
     """Runs to make, runs that are there, labels of the methods, folder of the results."""
     from bayesian_attention.files import writable_folder
-    from bayesian_attention.tasks.comparison import plan
+    from bayesian_attention.tasks.comparison import Job, plan
     from bayesian_attention.tasks.method import parse_methods
     from bayesian_attention.tasks.registry import task_named
 
@@ -281,10 +302,13 @@ def _plan(
     task.load(data)
     folder = writable_folder(Path("runs") / task.name if out is None else out, "out")
     jobs, found, complaints = plan(task.name, methods, settings, seeds, data, folder)
+    if single and found and not (folder / "models" / f"{found[0].stem}.safetensors").exists():
+        # The model is what run is for.
+        jobs, found = [Job(task.name, found[0].method, methods[found[0].method], settings, seeds[0], data, folder)], []
     for complaint in complaints:
-        _err().print(f"note: {_plain(complaint)}; left as it is", highlight=False, soft_wrap=True)
+        _say(_err(), f"note: {complaint}; left as it is")
     if found:
-        _err().print(f"finished already, in {folder}: {len(found)} of {len(found) + len(jobs)}", highlight=False)
+        _say(_err(), f"finished already, in {folder}: {len(found)} of {len(found) + len(jobs)}")
     return jobs, found, list(methods), folder
 
 

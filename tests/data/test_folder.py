@@ -65,7 +65,11 @@ def test_a_folder_is_no_data_file(tmp_path: Path):
         find("example", RELATIVE, tmp_path)
 
 
-@pytest.mark.parametrize("with_folder", [False, True])
-def test_cora_needs_no_folder(tmp_path: Path, with_folder: bool, monkeypatch: pytest.MonkeyPatch):
+def test_cora_needs_no_folder_but_comes_from_one_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "none"))
-    assert find("cora", "planetoid/cora.npz", tmp_path if with_folder else None).is_file()
+    assert find("cora", "planetoid/cora.npz").is_file()
+    with pytest.raises(ValueError, match="cora: there is no "):
+        find("cora", "planetoid/cora.npz", tmp_path)
+    (tmp_path / "planetoid").mkdir()
+    (tmp_path / "planetoid" / "cora.npz").write_bytes(b"data")
+    assert find("cora", "planetoid/cora.npz", tmp_path) == tmp_path / "planetoid" / "cora.npz"

@@ -37,12 +37,12 @@ def test_logits_of_narrow_dtypes_are_float32(dtype):
 
 
 def test_additive_masks_add_where_they_do_not_mask():
-    q, k = randn(2, 3, 5), randn(2, 4, 5, seed=1)
-    mask = torch.tensor([0.5, -1e4, -math.inf, -9999.0], dtype=torch.float64)
+    q, k = randn(2, 3, 5), randn(2, 5, 5, seed=1)
+    mask = torch.tensor([0.5, -1e4, -math.inf, -8999.0, -9984.0], dtype=torch.float64)
     plain, _ = logits_of(q, k)
     logits, rows = logits_of(q, k, mask=mask)
-    assert rows.valid.tolist() == [True, False, False, True]
-    expected = plain + torch.tensor([0.5, 0.0, 0.0, -9999.0], dtype=torch.float64)
+    assert rows.valid.tolist() == [True, False, False, True, False]
+    expected = plain + torch.tensor([0.5, 0.0, 0.0, -8999.0, 0.0], dtype=torch.float64)
     torch.testing.assert_close(logits, expected, rtol=1e-14, atol=1e-12)
 
 

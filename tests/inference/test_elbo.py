@@ -93,7 +93,7 @@ def test_a_missing_pass_and_a_wrong_reduction_are_refused():
     given = nll(model)
     with pytest.raises(ValueError, match="reduction: no 'average'"):
         ba.elbo_loss(model, given, reduction="average")
-    with pytest.raises(ValueError, match="examples: must be at least 1"):
+    with pytest.raises(ValueError, match="examples must be a whole number of at least 1"):
         ba.elbo_loss(model, given, examples=0)
 
 

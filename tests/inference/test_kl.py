@@ -346,12 +346,19 @@ def test_two_passes_before_the_first_read_are_refused():
         ba.kl_divergence(model)
 
 
-def test_calls_of_a_part_outside_a_pass_do_not_count():
+def test_after_a_call_outside_a_pass_the_divergence_is_refused_until_the_next_pass():
     model = ba.track_kl(encoder().eval())
     model(X)
     before = ba.kl_divergence(model)
-    model.first(X, X, X)
+    with ba.recording(model, False):
+        model.first(X, X, X)
     assert torch.equal(ba.kl_divergence(model), before)
+    for call in (lambda: model.first(X, X, X), lambda: model.forward(X)):
+        call()
+        with pytest.raises(RuntimeError, match="not in a pass of the model itself"):
+            ba.kl_divergence(model)
+    model(X)
+    torch.testing.assert_close(ba.kl_divergence(model), before)
 
 
 class _Interrupted(nn.Module):

@@ -210,8 +210,26 @@ def test_a_sequence_first_model_and_an_unbatched_one_run_whole():
         # There the first dimension is the length, 4, which does not divide the attention's batch of 7 or 1.
         prediction = ba.predict(model, (x, x, x), samples=3)
         assert torch.equal(prediction.logits, torch.stack([y[0] for y in _passes(model, x, 3)]))
-        with pytest.raises(ValueError, match="batch_ids: "):
-            ba.predict(model, (x, x, x), samples=3, samples_per_pass=2)
+        for split in ({"samples_per_pass": 2}, {"batch_size": 2}):
+            with pytest.raises(ValueError, match="attention with batch_first=False"):
+                ba.predict(model, (x, x, x), samples=3, **split)
+
+
+def test_a_model_that_turns_its_rows_round_for_a_sequence_first_layer_may_be_split():
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.attention = ba.MultiheadAttention(8, 2, posterior=ba.Weibull(1.0)).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.transpose(0, 1)
+            return self.attention(x, x, x)[0].mean(dim=0)
+
+    model = Turned()
+    whole = ba.predict(model, X, samples=4)
+    for split in ({"samples_per_pass": 3}, {"batch_size": 2}):
+        torch.testing.assert_close(ba.predict(model, X, samples=4, **split).logits, whole.logits)
 
 
 def _passes(model: nn.Module, x: Tensor, samples: int) -> list[tuple[Tensor, Tensor]]:
@@ -242,8 +260,10 @@ def test_a_graph_runs_whole(nodes_first):
     prediction = ba.predict(model, inputs, samples=3)
     assert torch.equal(prediction.logits, by_hand(model, x, edges, samples=3, seed=0))
     if nodes_first:
-        with pytest.raises(ValueError, match="sample_index: a graph takes one draw a pass"):
+        with pytest.raises(ValueError, match="samples_per_pass: a graph cannot be split or repeated"):
             ba.predict(model, inputs, samples=4, samples_per_pass=2)
+        with pytest.raises(ValueError, match="batch_size: a graph cannot be split"):
+            ba.predict(model, inputs, samples=4, batch_size=3)
 
 
 # What stays as it was
@@ -346,7 +366,7 @@ def test_wrong_arguments_are_named(arguments, message):
 def test_a_model_that_mixes_its_rows_is_refused_in_repetition():
     model = _Wrapped(lambda x: x.mean(dim=0, keepdim=True))
     assert ba.predict(model, X, samples=2).logits.shape == (2, 1, 3)
-    with pytest.raises(ValueError, match="samples_per_pass: the output has 1 rows for 2 copies"):
+    with pytest.raises(ValueError, match="samples_per_pass: the output has 1 rows for 7 rows repeated 2 times"):
         ba.predict(model, X, samples=2, samples_per_pass=2)
 
 

@@ -567,3 +567,21 @@ def test_parameters_made_in_another_dtype(dtype):
         assert ours.stoch.kl_terms[0].total.dtype == torch.promote_types(dtype, torch.float32)
     (output.sum() + ba.kl_divergence(ours)).backward()
     assert all(bool(p.grad.isfinite().all()) for p in ours.parameters())
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("prior", [ba.ConstantPrior(), ba.ContextualPrior()])
+def test_padding_of_self_attention_changes_no_divergence(prior, kind, need_weights):
+    """Neither as keys nor as queries: a row padded to 7 costs what it costs alone."""
+    torch.manual_seed(0)
+    ours = ba.MultiheadAttention(8, 2, batch_first=True, prior=prior).eval()
+    row = torch.randn(1, 3, 8)
+    ours(row, row, row, need_weights=need_weights)
+    expected = {reduction: ba.kl_divergence(ours, reduction=reduction) for reduction in ("sum", "mean")}
+    padded = torch.cat([row, torch.randn(1, 4, 8)], dim=1)
+    mask = (torch.arange(7) >= 3).unsqueeze(0)
+    mask = mask if kind == "bool" else torch.zeros(1, 7).masked_fill(mask, -torch.inf)
+    ours(padded, padded, padded, key_padding_mask=mask, need_weights=need_weights)
+    for reduction, value in expected.items():
+        torch.testing.assert_close(ba.kl_divergence(ours, reduction=reduction), value)

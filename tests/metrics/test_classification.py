@@ -1,3 +1,4 @@
+import copy
 import math
 
 import numpy as np
@@ -6,7 +7,7 @@ import torch
 from sklearn.metrics import accuracy_score, log_loss
 from torchmetrics import MetricCollection
 
-from bayesian_attention.metrics import Accuracy, BrierScore, NegativeLogLikelihood
+from bayesian_attention.metrics import AURC, Accuracy, BrierScore, CalibrationError, NegativeLogLikelihood
 from tests.metrics.helpers import check_splits, classification, fed
 
 
@@ -67,3 +68,17 @@ def test_a_collection_keeps_metrics_apart_whose_sums_start_equal():
     both.update(*more)
     p, y = torch.cat([p, more[0]]), torch.cat([y, more[1]])
     assert both.compute()["BrierScore"].item() == pytest.approx(fed(BrierScore(), p, y).compute().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("metric", [Accuracy(), AURC(), CalibrationError(classwise=True)])
+def test_a_batch_that_forward_refuses_changes_nothing(metric):
+    first = (torch.tensor([0.2, 0.9]), torch.tensor([True, False]))
+    if not isinstance(metric, AURC):
+        first = (torch.tensor([[0.2, 0.8], [0.9, 0.1]]), torch.tensor([0, 0]))
+    undisturbed = copy.deepcopy(metric)
+    metric.update(*first)
+    with pytest.raises(ValueError, match=r"target|correct"):
+        metric(first[0], torch.tensor([7, 7]))
+    for each in (undisturbed, undisturbed, metric):
+        each.update(*first)
+    assert torch.equal(metric.compute(), undisturbed.compute())

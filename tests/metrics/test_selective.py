@@ -143,3 +143,14 @@ def test_no_data_is_an_error(metric):
     empty = fed(metric(), torch.zeros(0), torch.zeros(0).bool())
     with pytest.raises(ValueError, match=f"{metric.__name__}: no data"):
         empty.compute()
+
+
+def test_buffers_that_are_filled_again_change_nothing():
+    metric = AURC()
+    scores, flags = torch.tensor([0.1, 0.2], dtype=torch.float64), torch.tensor([True, False])
+    metric.update(scores, flags)
+    before = metric.compute()
+    scores.fill_(9.0)
+    flags.fill_(True)
+    metric._computed = None
+    assert torch.equal(metric.compute(), before)

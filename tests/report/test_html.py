@@ -125,17 +125,24 @@ def test_escapes_labels(tmp_path: Path) -> None:
     assert HOSTILE in page.text
 
 
+def arrays_of(folder: Path, seed: int) -> Path:
+    """The predictions file of a softmax run."""
+    (path,) = folder.glob(f"predictions/toy-softmax-{seed}-*.npz")
+    return path
+
+
 def test_names_runs_without_arrays(folder: Path) -> None:
-    (folder / "predictions" / "toy-softmax-0.npz").unlink()
-    path = folder / "predictions" / "toy-softmax-1.npz"
+    missing = arrays_of(folder, 0)
+    missing.unlink()
+    path = arrays_of(folder, 1)
     path.write_bytes(path.read_bytes()[:200])
-    path = folder / "predictions" / "toy-softmax-2.npz"
+    path = arrays_of(folder, 2)
     arrays = load_arrays(path)
     del arrays["entropy"]
     save_arrays(path, arrays)
     _, page = report(folder)
-    assert "softmax, seed 0: predictions/toy-softmax-0.npz is missing" in page.text
-    assert "softmax, seed 1: predictions/toy-softmax-1.npz cannot be used" in page.text
+    assert f"softmax, seed 0: predictions/{missing.name} is missing" in page.text
+    assert f"softmax, seed 1: predictions/{arrays_of(folder, 1).name} cannot be used" in page.text
     assert "cannot be used (lacks entropy)" in page.text
     assert "Do the probabilities" in page.text
 
@@ -151,7 +158,7 @@ def test_names_runs_without_arrays(folder: Path) -> None:
     ],
 )
 def test_names_arrays_that_are_damaged(folder: Path, name: str, change: object, complaint: str) -> None:
-    path = folder / "predictions" / "toy-softmax-1.npz"
+    path = arrays_of(folder, 1)
     arrays = load_arrays(path)
     save_arrays(path, {**arrays, name: change(arrays[name])})  # type: ignore[operator]
     _, page = report(folder)
@@ -160,14 +167,14 @@ def test_names_arrays_that_are_damaged(folder: Path, name: str, change: object, 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", None])
 def test_files_that_are_no_npz(folder: Path, content: bytes | None) -> None:
-    path = folder / "predictions" / "toy-softmax-1.npz"
+    path = arrays_of(folder, 1)
     if content is None:
         with path.open("wb") as file:
             np.save(file, np.zeros(3))
     else:
         path.write_bytes(content)
     _, page = report(folder)
-    assert "softmax, seed 1: predictions/toy-softmax-1.npz cannot be used" in page.text
+    assert f"softmax, seed 1: predictions/{arrays_of(folder, 1).name} cannot be used" in page.text
 
 
 def test_no_arrays_at_all(folder: Path) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from bayesian_attention.tasks.records import (
     load_arrays,
     read_records,
     run_key,
-    run_stem,
     save_arrays,
 )
 
@@ -92,17 +92,20 @@ class TestKey:
         "label", ["weibull(shape=10,learned=true)", "../../etc/passwd", "a b\\c:d*?\n", "weibull+learned"]
     )
     def test_stems_are_plain_file_names(self, label: str):
-        stem = run_stem("toy", label, 3)
+        stem = record(seed=3, method=label).stem
         assert Path(stem).name == stem
         assert not set(stem) & set('\\/:*?"<>| \n()')
         assert stem.startswith("toy-")
-        assert stem.endswith("-3")
-        assert record(seed=3, method=label).stem == stem
+        assert re.fullmatch(r".*-3-[0-9a-f]{6}", stem)
 
     def test_stems_tell_methods_apart(self):
         labels = ["weibull", "weibull+learned", "weibull(shape=1)", "weibull(shape=0.1)", "lognormal(prior_loc=1)",
-                  "lognormal(prior_loc=-1)", "weibull(shape=1e3)", "weibull(shape=1e-3)"]  # fmt: skip
-        assert len({run_stem("toy", label, 0) for label in labels}) == len(labels)
+                  "lognormal(prior_loc=-1)", "lognormal(prior_loc= 1)", "weibull(shape=1e3)",
+                  "weibull(shape=1e-3)"]  # fmt: skip
+        assert len({record(method=label).stem for label in labels}) == len(labels)
+
+    def test_stems_tell_settings_apart(self):
+        assert record(data="one").stem != record(data="two").stem
 
 
 class TestList:
@@ -111,6 +114,12 @@ class TestList:
         for each in records:
             append_record(tmp_path, each)
         assert read_records(tmp_path) == (records, [])
+
+    def test_numbers_that_are_none_stay_strict_json(self, tmp_path: Path):
+        append_record(tmp_path, record(accuracy=math.nan))
+        line = (tmp_path / RUNS_FILE).read_text()
+        assert json.loads(line, parse_constant=pytest.fail)["accuracy"] is None
+        assert math.isnan(read_records(tmp_path)[0][0].metrics["accuracy"])
 
     def test_no_list_no_runs(self, tmp_path: Path):
         assert read_records(tmp_path) == ([], [])
@@ -144,7 +153,9 @@ class TestList:
     @pytest.mark.parametrize(
         "line",
         ["hello", "{}", "[1, 2]", "null", "7", json.dumps({**json.loads(record().to_line()), "accuracy": "high"}),
-         json.dumps({**json.loads(record().to_line()), "accuracy": None}),
+         json.dumps({**json.loads(record().to_line()), "seed": None}),
+         json.dumps({**json.loads(record().to_line()), "seed": "0"}),
+         json.dumps({**json.loads(record().to_line()), "method": 5}), "[" * 100_000,
          json.dumps({**json.loads(record().to_line()), "accuracy": [0.5]})],
     )  # fmt: skip
     def test_foreign_lines_are_complained_of_and_skipped(self, tmp_path: Path, line: str):

@@ -44,11 +44,12 @@ def test_priors_of_tuned_methods_fit_their_posteriors(task):
             assert method.prior.build(method.posterior.prior_family, 2, 3).family == method.posterior.prior_family
 
 
-def test_cora_needs_no_folder_and_ignores_one_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cora_needs_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     graph = task_named("cora").load(None)
     assert (graph.name, graph.nodes) == ("cora", 2708)
-    assert task_named("cora").load(tmp_path).fingerprint == graph.fingerprint
+    with pytest.raises(ValueError, match="cora: there is no "):
+        task_named("cora").load(tmp_path)
 
 
 def test_the_task_of_your_own_graph(graph_file: Path, tmp_path: Path):

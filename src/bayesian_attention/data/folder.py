@@ -19,12 +19,13 @@ def find(name: str, relative: str, folder: Path | None = None) -> Path:
     Args:
         name: name of the data set.
         relative: path of its file below the data folder.
-        folder: the data folder; by default the one that the environment variable names.
+        folder: the data folder; by default what is part of the package, then the folder that the environment
+            variable names.
 
     Raises:
         ValueError: there is no such file; the message says how to get it.
     """
-    if name in _EMBEDDED:
+    if name in _EMBEDDED and folder is None:
         return Path(str(resources.files("bayesian_attention.data").joinpath(_EMBEDDED[name])))
     if folder is None and os.environ.get(FOLDER_VARIABLE):
         folder = Path(os.environ[FOLDER_VARIABLE])

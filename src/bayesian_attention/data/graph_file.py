@@ -97,6 +97,10 @@ def load_graph(path: Path, name: str | None = None) -> Graph:
             f"{path}: y must hold at least two classes 0, 1, … and −1 where unknown; got values "
             f"from {int(y.min())} to {classes}"
         )
+    present = np.unique(y[y >= 0])
+    if present.size != classes + 1:
+        lacking = int(np.setdiff1d(np.arange(min(classes, present.size) + 1), present)[0])
+        raise ValueError(f"{path}: y has classes up to {classes} and none {lacking}; number them 0, 1, … without gaps")
     edges = _integers(path, arrays, "edge_index", 2)
     if edges.shape[0] != 2:
         raise ValueError(f"{path}: edge_index must have shape (2, edges); got {edges.shape}")

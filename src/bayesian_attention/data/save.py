@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from bayesian_attention.data.graph_file import SPLITS, load_graph
@@ -28,7 +29,8 @@ def save_graph(
 
     Args:
         path: the file, whose name ends in .npz; replaced whole or left as it is.
-        x: node features (N, F), dense; stored sparsely. Rows are scaled to sum to 1 when a model is built.
+        x: node features (N, F), dense; stored sparsely. When a model is built, each row is
+            divided by the sum of its absolute values.
         edge_index: integers (2, E), from sources to targets; an undirected edge stands in both directions.
         y: integers (N,), classes 0 … C − 1; −1 where unknown.
         train: nodes of the training split: a boolean mask (N,) or integers.
@@ -44,6 +46,8 @@ def save_graph(
     path = Path(path)
     if path.suffix != ".npz":
         raise ValueError(f"path: must end in .npz; got {path}")
+    if not path.parent.is_dir():
+        raise ValueError(f"path: there is no folder {path.parent}")
     features = _array("x", x)
     if features.ndim != 2:
         raise ValueError(f"x: must have shape (nodes, features); got {features.shape}")
@@ -73,7 +77,13 @@ def save_graph(
 
 def _array(name: str, values: Tensor | np.ndarray) -> np.ndarray:
     """Plain numbers."""
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if isinstance(values, Tensor):
+        if values.layout != torch.strided:
+            raise ValueError(f"{name}: must be dense; call to_dense() on a {values.layout} tensor")
+        values = values.detach().cpu()
+        array = (values.double() if values.is_floating_point() else values).numpy()
+    else:
+        array = np.asarray(values)
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{name}: must hold numbers; got {array.dtype}")
     return array

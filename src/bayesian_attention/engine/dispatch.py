@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bayesian_attention.checks import at_least
 from bayesian_attention.engine import noise, reference
 from bayesian_attention.engine.rows import NoiseAddress, log_normalise
 from bayesian_attention.names import look_up
@@ -58,8 +59,8 @@ def attend(
         key: (…, Hkv, Lk, D); H is a multiple of Hkv.
         value: (…, Hkv, Lk, Dv).
         posterior: a spec, or the module with the learned spread that ``spec.build(heads)`` makes.
-        mask: broadcasts against (…, H, Lq, Lk); boolean (True: attend), or additive, where −1e4 and less
-            takes the key out.
+        mask: broadcasts against (…, H, Lq, Lk); boolean (True: attend), or additive, where −9,000 and
+            less takes the key out.
         is_causal: a query sees keys up to its own absolute position only.
         scale: factor of the dot products; 1/√D by default.
         sample: draw, or return the posterior mean.
@@ -75,25 +76,32 @@ def attend(
         ValueError: shapes, dtypes or names that do not fit; the message names the argument.
     """
     look_up("backend", backend, _BACKENDS)
+    if not isinstance(posterior, (Posterior, PosteriorParameter)):
+        raise TypeError(
+            f"posterior: must be a posterior such as Weibull(), or what its build() makes; got {posterior!r}"
+        )
     _check(query, key, value, mask)
     spec, parameter = (
         (posterior, posterior.parameter) if isinstance(posterior, Posterior) else (posterior.spec, posterior())
     )
     if isinstance(parameter, Tensor) and parameter.numel() != query.shape[-3]:
         raise ValueError(f"posterior: has {parameter.numel()} heads, query has {query.shape[-3]}")
-    if samples is not None and samples < 1:
-        raise ValueError(f"samples: must be at least 1; got {samples}")
+    if samples is not None:
+        samples = at_least("attend", "samples", samples, 1)
+    if batch_ids is not None and not isinstance(batch_ids, Tensor):
+        raise TypeError(f"batch_ids: must be a tensor of integers; got {type(batch_ids).__name__}")
     if query_offset is None:
         query_offset = key.shape[-2] - query.shape[-2] if is_causal else 0
     if sample and spec.stochastic and seed is None:
         seed = noise.new_seed()
+    sample_index = noise.integer("sample_index", sample_index)
     with autocast_off(query):
         logits, rows = reference.dense_logits(
             query,
             key,
             mask=mask,
             is_causal=is_causal,
-            scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+            scale=1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale,
             query_offset=query_offset,
         )
         _, lse = log_normalise(logits, rows)

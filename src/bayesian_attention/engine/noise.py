@@ -27,6 +27,8 @@ PyTorch supports only in part: multiplication wraps to the same bits, and a righ
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor
 
@@ -109,6 +111,21 @@ class RowWords:
         return RowWords(self.first.view(*shape), self.second.view(*shape))
 
 
+def integer(name: str, value: object) -> int | Tensor:
+    """``value``, if it is an integer of 64 bits, signed or not, or a tensor of integers.
+
+    Raises:
+        ValueError: it is not; a float that were rounded would make two seeds one.
+    """
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise ValueError(f"{name}: must hold integers; got {value.dtype}")
+        return value
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**64:
+        return int(value)
+    raise ValueError(f"{name}: must be an integer of at most 64 bits; got {value!r}")
+
+
 def start(seed: int | Tensor, sample: int | Tensor = 0, *, device: torch.device | None = None) -> RowWords:
     """Begin an address with the seed and the number of the posterior draw.
 
@@ -117,6 +134,7 @@ def start(seed: int | Tensor, sample: int | Tensor = 0, *, device: torch.device 
         sample: number of the draw; a tensor gives each row of the batch its own.
         device: where the words live; by default that of ``seed``, or the CPU.
     """
+    seed, sample = integer("seed", seed), integer("sample_index", sample)
     if device is None:
         device = seed.device if isinstance(seed, Tensor) else torch.device("cpu")
     lanes = torch.tensor([_LANE0, _LANE1], dtype=torch.int32, device=device)

@@ -13,8 +13,9 @@ from bayesian_attention.engine.rows import DenseRows, NoiseAddress, Rows, log_no
 from bayesian_attention.numerics import wide
 from bayesian_attention.posteriors import Posterior
 
-#: An additive mask of this or less takes the key out, as −∞ does.
-MASKED_BELOW = -1e4
+#: An additive mask of this or less takes the key out, as −∞ does. Models write −10,000,
+#: which bfloat16 rounds to −9,984.
+MASKED_BELOW = -9e3
 
 
 def dense_logits(
@@ -41,7 +42,7 @@ def dense_logits(
     if mask is not None and mask.dtype == torch.bool:
         valid = mask
     elif mask is not None:
-        valid = mask > MASKED_BELOW
+        valid = ~(mask <= MASKED_BELOW)  # NaN stays, to be seen in the output
         logits = logits + mask.masked_fill(~valid, 0.0).to(logits.dtype)
     if is_causal:
         rows = torch.arange(query.shape[-2], device=query.device).unsqueeze(-1) + query_offset

@@ -186,6 +186,8 @@ class SegmentRows:
         words = words.absorb_position(torch.zeros((), dtype=torch.int32, device=device))
         words = words.absorb_position(torch.arange(like.shape[1], device=device))
         words = words.absorb_position(ids.view(-1, 1)).index_select(self.index)
+        if address.batch_ids is not None and self.source.numel() and int(self.source.max()) >= ids.numel():
+            raise ValueError("batch_ids: a bipartite graph has sources that are no targets, so it takes none")
         keys = self.source if address.batch_ids is None else ids.index_select(0, self.source)
         return noise.uniform(noise.bits(words, noise.key_words(keys).unsqueeze(-1)), like.dtype)
 
@@ -214,6 +216,7 @@ def _batch_words(address: NoiseAddress, leading: list[int], device: torch.device
         )
     if isinstance(sample, Tensor) and sample.dim() and sample.shape != ids.shape:
         raise ValueError(f"sample_index: shape {tuple(sample.shape)} is not that of batch_ids, {tuple(ids.shape)}")
+    noise.integer("batch_ids", ids)
     factor = rows // ids.numel()
     words = noise.start(address.seed, sample, device=device).absorb(ids)
     inner = torch.arange(factor, device=device)

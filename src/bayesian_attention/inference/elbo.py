@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from bayesian_attention.checks import finite
 from bayesian_attention.inference.kl import kl_divergence
 
 
@@ -44,6 +45,13 @@ def elbo_loss(
         weight: weight of the divergence, from a schedule for instance.
         reduction: "sum" or "mean", see :func:`kl_divergence`.
         examples: see :func:`kl_divergence`.
+
+    Raises:
+        ValueError: an ``nll`` of several numbers, or a weight that is negative; and as :func:`kl_divergence`.
     """
+    if nll.numel() != 1:
+        raise ValueError(f"nll: must be a single number, the mean over examples; got shape {tuple(nll.shape)}")
+    if finite("elbo_loss", "weight", weight) < 0:
+        raise ValueError(f"elbo_loss: weight must not be negative; got {weight!r}")
     kl = kl_divergence(model, reduction=reduction, examples=examples).to(nll.device)
     return ELBOTerms(nll + weight * kl, nll, kl, weight)

@@ -70,6 +70,12 @@ def kl_divergence(model: nn.Module, *, reduction: str = "sum", examples: int | N
     if not tracked:
         _check_single_calls(layers)
         track_kl(model)
+    if any(layer.ran_outside for layer in layers):
+        raise RuntimeError(
+            "a layer of the model has run since its last pass, but not in a pass of the model itself (a part was "
+            "called alone, or model.forward() in place of model()), so the recorded divergence is not that of the "
+            "last call; call the model itself, and read its divergence before running parts of it"
+        )
     terms = [term for layer in layers for term in layer.kl_terms]
     for layer in layers:
         layer.calls_since_read = 0
@@ -142,6 +148,7 @@ def _open_records(module: nn.Module, args: tuple[Any, ...]) -> None:
             # Terms that nobody has read are about to go: a root above, not yet tracked, must hear of it.
             layer.calls_since_read = layer.calls_since_read + 1 if layer.kl_terms else 1
             layer.kl_terms = []
+            layer.ran_outside = False
             layer.call_number = 0
             layer.tracked = layer.inside_forward = True
             layer.opened_by = id(module)

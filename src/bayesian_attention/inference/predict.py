@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, overload
 
 import torch
@@ -13,6 +13,7 @@ from bayesian_attention.checks import at_least, finite
 from bayesian_attention.inference.kl import recording, stochastic_layers
 from bayesian_attention.inference.prediction import ClassificationPrediction, RegressionPrediction
 from bayesian_attention.inference.sampling import sampling
+from bayesian_attention.layers.multihead import MultiheadAttention
 from bayesian_attention.names import look_up
 from bayesian_attention.numerics import wide
 
@@ -99,6 +100,10 @@ def predict(
             "model: has no stochastic attention, so all draws would be the same; call the model itself instead"
         )
     arguments = _Arguments(inputs)
+    if arguments.rows == 0:  # nothing to split or repeat
+        batch_size, samples_per_pass = None, 1
+    if batch_size is not None or samples_per_pass > 1:
+        _check_rows(model, arguments, "batch_size" if batch_size is not None else "samples_per_pass")
     rows = arguments.rows if batch_size is None else at_least("predict", "batch_size", batch_size, 1)
     whole = batch_size is None and samples_per_pass == 1
     pieces: list[Tensor] = []
@@ -131,6 +136,33 @@ def predict(
     return RegressionPrediction(outputs, None if noise_std is None else outputs.new_tensor(float(noise_std) ** 2))
 
 
+def _check_rows(model: nn.Module, arguments: _Arguments, argument: str) -> None:
+    """Refuse to split or repeat rows that are no examples: the nodes of a graph, or the steps of sequences."""
+    if any(layer.on_graph for layer in stochastic_layers(model)):
+        raise ValueError(f"{argument}: a graph cannot be split or repeated; leave it out")
+    sequence_first = [m for m in model.modules() if isinstance(m, MultiheadAttention) and not m.batch_first]
+    if not sequence_first or arguments.rows < 2:
+        return
+    # Their batch is dimension 1. That is the model's own affair if it turns its inputs round; if not, the rows
+    # here are time steps. One row and two tell the cases apart.
+    sizes: list[list[int]] = []
+    with _evaluating(model), torch.no_grad(), recording(model, False), ExitStack() as hooks:
+        for module in sequence_first:
+            handle = module.register_forward_pre_hook(
+                lambda _, args, kwargs: sizes[-1].append((args[0] if args else kwargs["query"]).shape[1]),
+                with_kwargs=True,
+            )
+            hooks.callback(handle.remove)
+        for count in (1, 2):
+            sizes.append([])
+            arguments.slice(0, count).call(model)
+    if sizes[1] != [2 * size for size in sizes[0]]:
+        raise ValueError(
+            f"{argument}: the model has attention with batch_first=False, and dimension 0 of the inputs is not its "
+            "batch, so the rows are no examples; leave it out, or put the batch first"
+        )
+
+
 def _draw(
     model: nn.Module,
     part: _Arguments,
@@ -152,10 +184,10 @@ def _draw(
     result = wide(result).cpu()
     if samples_per_pass == 1:
         return result.unsqueeze(0)
-    if result.shape[0] % count:
+    if result.shape[0] != part.rows:
         raise ValueError(
-            f"samples_per_pass: the output has {result.shape[0]} rows for {count} copies of the input; "
-            "this model does not treat rows one by one, use samples_per_pass=1"
+            f"samples_per_pass: the output has {result.shape[0]} rows for {part.rows // count} rows repeated "
+            f"{count} times; this model does not treat rows one by one, use samples_per_pass=1"
         )
     return result.unflatten(0, (count, -1))
 

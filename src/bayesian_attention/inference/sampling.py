@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from bayesian_attention.checks import at_least
-from bayesian_attention.engine.noise import derive_seed
+from bayesian_attention.checks import at_least, flag
+from bayesian_attention.engine.noise import derive_seed, integer
 from bayesian_attention.inference.kl import stochastic_layers, track_kl
 
 
@@ -43,6 +43,11 @@ def sampling(
         seed = at_least("sampling", "seed", seed, -(2**63))
         if seed >= 2**64:
             raise ValueError(f"sampling: seed must have at most 64 bits; got {seed}")
+    if active is not None:
+        flag("sampling", "active", active)
+    integer("sample_index", sample_index)
+    if batch_ids is not None:
+        integer("batch_ids", batch_ids)
     track_kl(model)
     layers = stochastic_layers(model)
     names = ("sampling", "seed", "sample_index", "batch_ids", "call_number")

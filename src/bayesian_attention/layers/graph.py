@@ -68,6 +68,7 @@ class _BayesianConv(MessagePassing):
 def _attention_of(conv: MessagePassing, posterior: Posterior | None, prior: Prior | None) -> StochasticAttention:
     """The stochastic attention that fits a convolution."""
     stoch = StochasticAttention(posterior or Weibull(), prior, heads=conv.heads, key_dim=conv.out_channels)
+    stoch.on_graph = True
     like = next(conv.parameters())
     return stoch.to(like.device, torch.promote_types(like.dtype, torch.float32)).train(conv.training)
 

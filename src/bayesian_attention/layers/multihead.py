@@ -21,6 +21,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     The constructor, the forward pass and the state_dict keys are those of the original; ``stoch.*`` keys
     come on top where posterior or prior have parameters. With sampling off the outputs are the original's.
 
+    Padding counts in the divergence neither as keys nor, in self-attention (``query is key``), as queries.
+
     Two differences, both on purpose. A row whose keys are all masked gives attention weights of 0 (the
     original gives NaN). And PyTorch's fused inference path, which would bypass the random weights in
     evaluation mode, is never taken, also not by a ``TransformerEncoderLayer`` around this module.
@@ -72,6 +74,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "query, key, value: nested tensors are not supported; pad them and pass key_padding_mask "
                 "(inside a TransformerEncoder: build it with enable_nested_tensor=False)"
             )
+        # Self-attention: the queries are the keys, so what pads the keys pads the queries too.
+        own = query is key
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
             raise ValueError(
@@ -93,6 +97,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         q, k, v = self._project(query, key, value)
         mask = self._merge(attn_mask, key_padding_mask, q, k)
+        query_valid = _not_padding(key_padding_mask) if own and key_padding_mask is not None else None
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self._bias(self.bias_k, k)], dim=2)
             v = torch.cat([v, self._bias(self.bias_v, v)], dim=2)
@@ -106,10 +111,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         if need_weights or dropout > 0:
             with autocast_off(q):
                 logits, rows = dense_logits(q, k, mask=mask, is_causal=False, scale=self.head_dim**-0.5, query_offset=0)
-            weights = F.dropout(self.stoch.weights(logits, rows, k).to(v.dtype), dropout)
+            weights = F.dropout(self.stoch.weights(logits, rows, k, query_valid=query_valid).to(v.dtype), dropout)
             mixed = weights @ v
         else:
-            mixed = self.stoch.attend(q, k, v, mask=mask).output
+            mixed = self.stoch.attend(q, k, v, mask=mask, query_valid=query_valid).output
         output = self.out_proj(mixed.transpose(1, 2).flatten(2))
 
         if not need_weights:
@@ -168,6 +173,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             for mask in masks
         ]
         return additive[0] if len(additive) == 1 else additive[0] + additive[1]
+
+
+def _not_padding(key_padding_mask: Tensor) -> Tensor:
+    """Which of the positions (B, L) are no padding, bool (B, 1, L)."""
+    padding = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask <= MASKED_BELOW
+    return ~padding.unsqueeze(1)
 
 
 def _one_more_key(mask: Tensor | None) -> Tensor | None:

@@ -93,6 +93,10 @@ class StochasticAttention(nn.Module):
         self.tracked = False
         self.inside_forward = False
         self.opened_by = 0
+        #: Whether the layer ran since the last pass, but not in a pass of the root.
+        self.ran_outside = False
+        #: Whether the attention is over a graph, whose rows cannot be split or repeated.
+        self.on_graph = False
         #: How the last differentiable pass drew its weights; see :meth:`_check_replay`.
         self.last_pass: PassState | None = None
         self.kl_terms: list[KLTerm] = []
@@ -108,8 +112,21 @@ class StochasticAttention(nn.Module):
         is_causal: bool = False,
         scale: float | None = None,
         query_offset: int | None = None,
+        query_valid: Tensor | None = None,
     ) -> AttentionOutput:
-        """Scaled dot-product attention; arguments as of :func:`bayesian_attention.attend`."""
+        """Scaled dot-product attention; arguments as of :func:`bayesian_attention.attend`, and one more.
+
+        Args:
+            query: as of ``attend``.
+            key: as of ``attend``.
+            value: as of ``attend``.
+            mask: as of ``attend``.
+            is_causal: as of ``attend``.
+            scale: as of ``attend``.
+            query_offset: as of ``attend``.
+            query_valid: boolean, broadcasts against (…, H, Lq): the queries whose weights count in the
+                divergence. Padding has outputs that nobody reads; its weights are no latent variables.
+        """
         address = self._address()
         result = engine.attend(
             query,
@@ -132,21 +149,24 @@ class StochasticAttention(nn.Module):
                     key,
                     mask=mask,
                     is_causal=is_causal,
-                    scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+                    scale=1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale,
                     query_offset=key.shape[-2] - query.shape[-2] if query_offset is None else query_offset,
                 )
                 groups = query.shape[-3] // key.shape[-3]
                 keys = key.repeat_interleave(groups, dim=-3) if groups > 1 else key
-                self._record(log_normalise(logits, rows)[0], rows, keys, _examples(logits))
+                self._record(log_normalise(logits, rows)[0], rows, keys, _examples(logits), query_valid)
         return result
 
-    def weights(self, logits: Tensor, rows: Rows, keys: Tensor | None = None) -> Tensor:
+    def weights(
+        self, logits: Tensor, rows: Rows, keys: Tensor | None = None, *, query_valid: Tensor | None = None
+    ) -> Tensor:
         """Attention weights for given logits.
 
         Args:
             logits: (…, H, Lq, Lk) with :class:`DenseRows`, or (E, H) with :class:`SegmentRows`.
             rows: what is normalised over what, and which entries are valid.
             keys: (…, H, Lk, D), or (H, N, D) of a graph; needed by priors that look at the keys.
+            query_valid: as of :meth:`attend`; for dense rows.
 
         Returns:
             Weights of the shape and dtype of ``logits``; each row sums to 1, or is 0 where it is
@@ -159,7 +179,8 @@ class StochasticAttention(nn.Module):
             log_w = reference.log_weights(wide_logits, rows, spec, spread, address)
             if self._recording:
                 log_p = log_w if address is None else log_normalise(wide_logits, rows)[0]
-                self._record(log_p, rows, keys, _examples(logits) if isinstance(rows, DenseRows) else None)
+                examples = _examples(logits) if isinstance(rows, DenseRows) else None
+                self._record(log_p, rows, keys, examples, query_valid)
             return log_w.exp().to(logits.dtype)
 
     @property
@@ -204,7 +225,9 @@ class StochasticAttention(nn.Module):
                 "told apart when it runs again; leave out the seed, torch.manual_seed rules then"
             )
 
-    def _record(self, log_p: Tensor, rows: Rows, keys: Tensor | None, examples: int | None) -> None:
+    def _record(
+        self, log_p: Tensor, rows: Rows, keys: Tensor | None, examples: int | None, query_valid: Tensor | None
+    ) -> None:
         """Keep the divergence of one call, given the log of the mean weights."""
         prior = self.prior
         if prior is None:
@@ -222,11 +245,16 @@ class StochasticAttention(nn.Module):
         if isinstance(spread, Tensor):
             spread = rows.heads_over_entries(spread)
         parameters = prior.distribution(log_prior, rows.heads_over_entries)
-        divergence = reduce_valid(entrywise(self.posterior.spec, spread, log_p, parameters), rows.valid)
+        counted = rows.valid
+        if query_valid is not None:
+            counted = query_valid.unsqueeze(-1) if counted is None else counted & query_valid.unsqueeze(-1)
+        divergence = reduce_valid(entrywise(self.posterior.spec, spread, log_p, parameters), counted)
         term = KLTerm(divergence.total, divergence.entries, examples, torch.is_grad_enabled(), self.training)
         if self.tracked:
             if self.inside_forward:
                 self.kl_terms = [*self.kl_terms, term]
+            elif not _in_backward():
+                self.ran_outside = True
             return
         # Without a root to delimit forward passes only the last call is kept, lest a loop that never
         # reads the divergence keeps every graph alive. Calls in another mode are another pass.
@@ -235,8 +263,10 @@ class StochasticAttention(nn.Module):
         self.kl_terms = [term]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Recorded terms belong to a graph: copies and files go without them."""
-        return {**self.__dict__, "kl_terms": [], "calls_since_read": 0, "inside_forward": False, "last_pass": None}
+        """Recorded terms belong to a graph, and seeds to a block of ``sampling``: copies and files go without."""
+        fresh: dict[str, Any] = {"kl_terms": [], "calls_since_read": 0, "inside_forward": False, "last_pass": None}
+        fresh |= {"sampling": None, "seed": None, "sample_index": 0, "batch_ids": None, "call_number": 0}
+        return {**self.__dict__, **fresh, "ran_outside": False}
 
 
 def _in_backward() -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesian_attention.checks import at_least
+from bayesian_attention.checks import at_least, flag
 from bayesian_attention.metrics.inputs import BatchMetric, check_probabilities
 
 
@@ -49,7 +49,7 @@ class CalibrationError(BatchMetric):
     def __init__(self, n_bins: int = 10, *, classwise: bool = False) -> None:
         super().__init__()
         self.n_bins = at_least("CalibrationError", "n_bins", n_bins, 1)
-        self.classwise = classwise
+        self.classwise = flag("CalibrationError", "classwise", classwise)
         # Rows of classes by columns of bins. One row, for the top label or until the first batch tells the number
         # of classes; being zero, it adds to any number of rows when states are merged.
         for name in ("confidence", "hits", "count"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,21 @@ class BatchMetric(Metric):
     def add_sum(self, name: str, *shape: int) -> None:
         """Add a float64 state that batches and processes add up."""
         self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Take in a batch and return the metric of that batch alone. A batch that is refused changes nothing."""
+        # torchmetrics sets the state aside while it updates with the batch, and an exception there would lose it.
+        states = {name: getattr(self, name) for name in self._defaults}
+        states = {name: list(state) if isinstance(state, list) else state for name, state in states.items()}
+        count, computed, on_cpu = self._update_count, self._computed, self.compute_on_cpu
+        try:
+            return super().forward(*args, **kwargs)
+        except Exception:
+            for name, state in states.items():
+                setattr(self, name, state)
+            self._update_count, self._computed, self.compute_on_cpu = count, computed, on_cpu
+            self._to_sync, self._should_unsync, self._enable_grad = self.sync_on_compute, True, False
+            raise
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Module:
         """Follow the model to its device, never to its dtype: sums over many batches stay in float64."""
@@ -127,4 +143,5 @@ def check_scores(name: str, scores: Tensor, flag_name: str, flags: Tensor) -> tu
         )
     if bool(scores.isnan().any()):
         raise ValueError(f"{name}: must not be NaN")
-    return scores.detach().double(), flags.detach()
+    # Copies: a caller may fill the same buffers again.
+    return scores.detach().to(torch.float64, copy=True), flags.detach().clone()

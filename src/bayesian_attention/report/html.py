@@ -44,14 +44,17 @@ _COVERAGES = np.linspace(0.02, 1.0, 99)
 _SPREADS = {"light": ("#b3bcc9", "#c9548f", "#560a57"), "dark": ("#515c6d", "#e0699f", "#ffe3ee")}
 
 
-def write_report(folder: Path, destination: Path, *, methods: Sequence[str] = ()) -> Path:
-    """Write the report of all runs in a folder.
+def write_report(
+    folder: Path, destination: Path, *, methods: Sequence[str] = (), only: Sequence[Record] | None = None
+) -> Path:
+    """Write the report of the runs in a folder.
 
     Args:
         folder: where the runs are: ``runs.jsonl`` and ``predictions``.
         destination: the HTML file to write; replaced whole or left as it is.
         methods: labels in the order in which to show them; the first is the one that the others are compared
             with. Others follow. By default deterministic methods come first, in the order of the runs.
+        only: the runs to report; by default all of the folder, of each method and seed the last.
 
     Returns:
         ``destination``.
@@ -70,7 +73,7 @@ def write_report(folder: Path, destination: Path, *, methods: Sequence[str] = ()
     from bayesian_attention.report import figures, runs
 
     found, complaints = read_records(folder)
-    records, replaced = runs.latest(found)
+    records, replaced = runs.latest(found if only is None else only)
     if not records:
         raise ValueError(f"{folder}: has no finished runs to report")
     tasks = list(dict.fromkeys(record.task for record in records))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -88,17 +89,18 @@ class Run:
 def latest(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
     """One record for each task, method and seed: the last. Names the runs that it replaces.
 
-    Runs of the same method and seed with other settings share their arrays file, so only the last can be shown.
+    A table has one place for them.
     """
     kept: dict[str, Record] = {}
     complaints = []
     for record in records:
-        if record.stem in kept:
+        place = json.dumps([record.task, record.method, record.seed])
+        if place in kept:
             complaints.append(
                 f"{record.task}: {record.method}, seed {record.seed}: an earlier run with other settings is left out"
             )
-            del kept[record.stem]
-        kept[record.stem] = record
+            del kept[place]
+        kept[place] = record
     return list(kept.values()), list(dict.fromkeys(complaints))
 
 

@@ -90,7 +90,7 @@ def run_one(job: Job, progress: Progress | None = None) -> Record:
     except FloatingPointError as error:
         raise FloatingPointError(f"{job.label}, seed {job.seed}: {error}") from error
     settings = settings_of(graph, job.method, job.recipe)
-    stem = run_stem(job.task, job.label, job.seed)
+    stem = run_stem(job.task, job.label, job.seed, settings)
     save_arrays(job.out / "predictions" / f"{stem}.npz", arrays)
     save_model(
         job.out / "models" / stem, training.model, {"task": job.task, "method": job.label, "seed": job.seed} | settings

@@ -42,7 +42,9 @@ def _bag(indices: Tensor, pointers: Tensor, values: Tensor, matrix: Tensor) -> T
 
 
 class SparseFeatures(nn.Module):
-    """A CSR matrix of node features (N, F), its rows scaled to sum to 1, that keeps its transpose at hand.
+    """A CSR matrix of node features (N, F) that keeps its transpose at hand.
+
+    Each row is divided by the sum of its absolute values.
 
     Args:
         graph: where the features come from.
@@ -52,8 +54,9 @@ class SparseFeatures(nn.Module):
         super().__init__()
         nodes = graph.nodes
         rows = torch.repeat_interleave(torch.arange(nodes), graph.indptr.diff())
-        totals = torch.zeros(nodes).index_add_(0, rows, graph.values.abs())
-        values = graph.values / totals.index_select(0, rows) if rows.numel() else graph.values
+        wide = graph.values.double()  # a sum in float32 can overflow
+        totals = torch.zeros(nodes, dtype=wide.dtype).index_add_(0, rows, wide.abs())
+        values = (wide / totals.index_select(0, rows) if rows.numel() else wide).float()
         order = torch.argsort(graph.indices, stable=True)
         counts = torch.bincount(graph.indices, minlength=graph.features)
         buffers = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -16,6 +18,17 @@ import numpy as np
 from bayesian_attention.files import replacing
 
 RUNS_FILE = "runs.jsonl"
+
+#: What the entries of a line must be.
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "task": str,
+    "method": str,
+    "seed": int,
+    "settings": dict,
+    "versions": dict,
+    "seconds": (int, float),
+    "epochs": int,
+}
 
 
 @dataclass(frozen=True)
@@ -50,13 +63,14 @@ class Record:
     @property
     def stem(self) -> str:
         """Name of the run's files, without an ending."""
-        return run_stem(self.task, self.method, self.seed)
+        return run_stem(self.task, self.method, self.seed, self.settings)
 
     def to_line(self) -> str:
         """One line of JSON, the metrics at the top level."""
         data = asdict(self)
-        metrics = data.pop("metrics")
-        return json.dumps({**data, **metrics}) + "\n"
+        # JSON has no NaN.
+        metrics = {name: value if math.isfinite(value) else None for name, value in data.pop("metrics").items()}
+        return json.dumps({**data, **metrics}, allow_nan=False) + "\n"
 
     @classmethod
     def from_line(cls, line: str) -> Record:
@@ -68,9 +82,13 @@ class Record:
         try:
             data = json.loads(line)
             own = {field.name: data.pop(field.name) for field in fields(cls) if field.name != "metrics"}
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            metrics = {name: math.nan if value is None else float(value) for name, value in data.items()}
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"is not a finished run ({type(error).__name__}: {error})") from error
-        return cls(**own, metrics={name: float(value) for name, value in data.items()})
+        for name, kind in _KINDS.items():
+            if not isinstance(own[name], kind) or isinstance(own[name], bool):
+                raise ValueError(f"is not a finished run ({name} is {own[name]!r})")
+        return cls(**own, metrics=metrics)
 
 
 def run_key(task: str, method: str, seed: int, settings: Mapping[str, Any]) -> str:
@@ -78,9 +96,10 @@ def run_key(task: str, method: str, seed: int, settings: Mapping[str, Any]) -> s
     return json.dumps([task, method, seed, settings], sort_keys=True)
 
 
-def run_stem(task: str, method: str, seed: int) -> str:
-    """A file name for a run: the method's label with every unusual character replaced."""
-    return f"{task}-{re.sub(r'[^A-Za-z0-9.=+]+', '_', method).strip('_')}-{seed}"
+def run_stem(task: str, method: str, seed: int, settings: Mapping[str, Any]) -> str:
+    """A file name for a run: readable, and its own, as runs of other settings may lie beside it."""
+    digest = hashlib.sha256(run_key(task, method, seed, settings).encode()).hexdigest()[:6]
+    return f"{task}-{re.sub(r'[^A-Za-z0-9.=+]+', '_', method).strip('_')}-{seed}-{digest}"
 
 
 def append_record(folder: Path, record: Record) -> None:
