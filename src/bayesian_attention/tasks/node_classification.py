@@ -291,7 +291,7 @@ def run(
         The training, its metrics, and the arrays that a report draws. The metrics are those of the test
         nodes; with the prefix ``val_`` those of the validation nodes; with ``lowest_loss_`` those of the test
         nodes for the weights of the lowest validation loss; with the ending ``_mean_weights`` those of the
-        attention at its posterior mean.
+        attention at its posterior mean; and ``kept_epoch``.
     """
     training = train(graph, method, recipe, seed, progress)
     prediction = predictive(training.model, recipe, seed)
@@ -304,6 +304,7 @@ def run(
         hits = point.label[nodes] == graph.y[nodes]
         results[f"{prefix}accuracy_mean_weights"] = float(hits.double().mean())
         results[f"{prefix}nll_mean_weights"] = float(F.cross_entropy(point.logits[0, nodes], graph.y[nodes]))
+    results["kept_epoch"] = float(training.kept_epoch)
     mean, std = attention_draws(training.model, recipe, seed)
     other = copy.deepcopy(training.model)
     other.load_state_dict(training.lowest_loss)
