@@ -42,8 +42,9 @@ study-graphs: $(READY)
 	    $(BIN)/bayesian-attention compare $$task --attention $(STUDY) --seeds 10 --out runs/study-$$task && \
 	    $(BIN)/bayesian-attention compare $$task --attention $(STUDY) --seeds 5 --recipe dropout=0.4 \
 	        --out runs/study-$$task-dropout && \
-	    $(BIN)/python studies/graphs/tables.py runs/study-$$task && \
-	    $(BIN)/python studies/graphs/tables.py runs/study-$$task-dropout || exit 1; \
+	    $(BIN)/python studies/graphs/tables.py runs/study-$$task --json studies/graphs/$$task.json && \
+	    $(BIN)/python studies/graphs/tables.py runs/study-$$task-dropout --json studies/graphs/$$task-dropout.json \
+	        || exit 1; \
 	done
 
 clean:

@@ -202,7 +202,7 @@ def test_tasks_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
         ("compare cora --seeds a", "seeds: cannot read 'a'"),
         ("report missing", "missing is no folder"),
         ("report .", "has no finished runs"),
-        ("predict missing", "missing.json: cannot be read"),
+        ("predict missing", "missing: there is no such model"),
     ],
 )
 def test_wrong_input_is_named(

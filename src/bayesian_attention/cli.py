@@ -62,12 +62,12 @@ RecipeSettings = Annotated[
 
 @app.command()
 def tasks() -> None:
-    """List the tasks, and the tuned methods of each."""
+    """List the tasks, and the methods that each has settings for."""
     from bayesian_attention.tasks.registry import TASKS
 
     for task in TASKS.values():
         _out().print(f"[bold]{task.name}[/]  {task.description}", highlight=False)
-        _out().print(f"    tuned: {', '.join(task.methods)}", highlight=False)
+        _out().print(f"    settings for: {', '.join(task.methods)}", highlight=False)
 
 
 @app.command()
@@ -102,7 +102,7 @@ def compare(
     """
     from bayesian_attention.files import replacing
     from bayesian_attention.report import markdown, write_report
-    from bayesian_attention.report.summary import COLUMNS, summarise
+    from bayesian_attention.report.summary import COLUMNS, LOWEST_LOSS_COLUMNS, caption, summarise
     from bayesian_attention.tasks.comparison import in_order
 
     missing, found, labels, folder = _plan(task, attention, _numbers("seeds", seeds, counts=True), recipe, data, out)
@@ -111,7 +111,9 @@ def compare(
     records = in_order(found, labels)
     # Files first: a terminal that cannot print a character, or a pipe that is closed, must not cost them.
     with replacing(folder / "table.md") as temporary:
-        temporary.write_text(markdown(summarise(records, labels), COLUMNS), encoding="utf-8")
+        columns = COLUMNS | LOWEST_LOSS_COLUMNS
+        table = markdown(summarise(records, labels, tuple(columns)), columns)
+        temporary.write_text(f"{table}\n{caption(records, labels)}\n", encoding="utf-8")
     destination = write_report(folder, folder / "report.html", methods=labels, only=records)
     _print_comparison(records, labels)
     _say(_out(), f"table:  {folder / 'table.md'}\nreport: {destination}")
@@ -301,6 +303,9 @@ def _plan(
     # Before the folder is made: a typing error should leave nothing behind.
     task.load(data)
     folder = writable_folder(Path("runs") / task.name if out is None else out, "out")
+    for label, method in methods.items():
+        if method.prior is not None and f"{method.posterior.name}+{method.prior.name}" not in task.methods:
+            _say(_err(), f"note: {label} has no tuned settings for {task.name}; what is not given is a default")
     jobs, found, complaints = plan(task.name, methods, settings, seeds, data, folder)
     if single and found and not (folder / "models" / f"{found[0].stem}.safetensors").exists():
         # The model is what run is for.
@@ -380,11 +385,19 @@ def _print_metrics(record: Record) -> None:
 
 def _print_comparison(records: Sequence[Record], labels: Sequence[str]) -> None:
     """Mean ± standard error of each method, and its paired difference to the first with a 95% interval."""
-    from bayesian_attention.report.summary import COLUMNS, format_cell, is_percentage, summarise
+    from bayesian_attention.report.summary import (
+        COLUMNS,
+        LOWEST_LOSS_COLUMNS,
+        caption,
+        format_cell,
+        is_percentage,
+        summarise,
+    )
 
     table = Table("", *(_plain(label) for label in labels), show_lines=True)
-    rows = summarise(records, labels)
-    for name, (title, better) in COLUMNS.items():
+    columns = COLUMNS | LOWEST_LOSS_COLUMNS
+    rows = summarise(records, labels, tuple(columns))
+    for name, (title, better) in columns.items():
         cells = []
         for label in labels:
             cell = rows.get(label, {}).get(name)
@@ -395,10 +408,4 @@ def _print_comparison(records: Sequence[Record], labels: Sequence[str]) -> None:
         unit = ", %" if is_percentage(name) else ""
         table.add_row(f"{title}{unit} {'↑' if better == 'higher' else '↓'}", *cells)
     _out().print(table)
-    seeds = len({record.seed for record in records})
-    _out().print(
-        f"Test nodes, {seeds} seed{'s' if seeds > 1 else ''}: mean ± standard error. Δ: paired difference to "
-        f"{labels[0]} ± half of its 95% interval; bold where the interval leaves out zero.",
-        highlight=False,
-        markup=False,
-    )
+    _out().print(caption(records, labels), highlight=False, markup=False)

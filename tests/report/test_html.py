@@ -177,6 +177,14 @@ def test_files_that_are_no_npz(folder: Path, content: bytes | None) -> None:
     assert f"softmax, seed 1: predictions/{arrays_of(folder, 1).name} cannot be used" in page.text
 
 
+def test_the_command_repeats_seeds_and_recipe(tmp_path: Path) -> None:
+    for seed in (2, 5):
+        make_run(tmp_path, "weibull", seed, task="graph", recipe={"hidden": 9, "heads": 8})
+    _, page = report(tmp_path)
+    command = f'compare graph --attention "weibull" --seeds 2,5 --recipe hidden=9 --data FILE.npz --out {tmp_path.name}'
+    assert command in page.text
+
+
 def test_no_arrays_at_all(folder: Path) -> None:
     for path in (folder / "predictions").iterdir():
         path.unlink()

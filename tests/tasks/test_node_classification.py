@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -303,7 +302,8 @@ class TestRun:
         _, recipe, training, metrics, _ = result
         base = {
             name for name in metrics if not name.startswith(("val_", "lowest_loss_")) and "mean_weights" not in name
-        }
+        } - {"kept_epoch"}
+        assert metrics["kept_epoch"] == training.kept_epoch
         assert {f"{prefix}{name}" for prefix in ("", "val_", "lowest_loss_") for name in base} <= set(metrics)
         for split, prefix in (("test", ""), ("val", "val_")):
             nodes = graph.splits[split]
@@ -352,9 +352,6 @@ def test_attention_draws_are_those_of_the_predictions(graph: Graph):
 
 def test_all_answers_right_leaves_the_detection_of_errors_undefined(graph: Graph):
     logits = 5.0 * F.one_hot(graph.y, CLASSES).expand(2, -1, -1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        results = evaluate(ClassificationPrediction(logits), graph, "test")
+    results = evaluate(ClassificationPrediction(logits), graph, "test")
     assert results["accuracy"] == 1
     assert math.isnan(results["auroc_error"])
-    assert "ErrorAUROC is NaN" in str(caught[0].message)

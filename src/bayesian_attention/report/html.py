@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,7 @@ def write_report(
             for number, task in enumerate(tasks)
         ],
         notes=[*complaints, *replaced],
-        folder=folder.resolve().name,
+        folder=_shown(folder),
         ramps={theme: _ramp(anchors) for theme, anchors in _SPREADS.items()},
         dashes=[" ".join(f"{1.6 * length:g}" for length in dash) for dash in figures.DASHES],
         series=figures.SERIES,
@@ -132,20 +133,34 @@ def _task(folder: Path, number: int, task: str, records: list[Record], wanted: S
         "risk": _risk(drawn),
         "uncertainty": _uncertainty(drawn),
         "neighbourhoods": _neighbourhoods(by_method),
-        "command": _command(folder.resolve().name, task, records, labels),
+        "command": _command(_shown(folder), task, records, labels),
         "details": [_details(label, labels.index(label), records) for label in labels],
         "versions": _versions(records),
     }
 
 
+def _shown(folder: Path) -> str:
+    """A folder as the report names it: a whole path says more about the machine than about the runs."""
+    return folder.resolve().name if folder.is_absolute() or str(folder) == "." else str(folder)
+
+
 def _command(folder: str, task: str, records: Sequence[Record], labels: Sequence[str]) -> str:
     """The command line that makes the runs of one task."""
+    from bayesian_attention.tasks.node_classification import Recipe
+    from bayesian_attention.tasks.registry import TASKS
+
     seeds = sorted({record.seed for record in records})
     # A lone number would be read as how many.
     numbers = ",".join(map(str, seeds)) if len(seeds) > 1 else f"{seeds[0]}-{seeds[0]}"
     if seeds == list(range(len(seeds))):
         numbers = str(len(seeds))
-    return f'bayesian-attention compare {task} --attention "{",".join(labels)}" --seeds {numbers} --out {folder}'
+    command = f'bayesian-attention compare {task} --attention "{",".join(labels)}" --seeds {numbers}'
+    recipe = records[0].settings.get("recipe", {})
+    usual = {field.name: field.default for field in fields(Recipe)}
+    changed = ",".join(f"{name}={value}" for name, value in recipe.items() if value != usual.get(name, value))
+    command += f" --recipe {changed}" if changed else ""
+    command += " --data FILE.npz" if task in TASKS and TASKS[task].file is None else ""
+    return f"{command} --out {folder}"
 
 
 def _warnings(records: Sequence[Record], labels: Sequence[str]) -> list[str]:

@@ -10,6 +10,13 @@ import numpy as np
 
 from bayesian_attention.tasks.records import Record
 
+#: Metrics for the weights of the lowest validation loss, to stand beside those of the weights that were kept.
+LOWEST_LOSS_COLUMNS: dict[str, tuple[str, str]] = {
+    "lowest_loss_accuracy": ("accuracy, lowest loss", "higher"),
+    "lowest_loss_nll": ("NLL, lowest loss", "lower"),
+    "lowest_loss_ece": ("ECE, lowest loss", "lower"),
+}
+
 #: Metrics of a comparison, with what to call them and which way is better.
 COLUMNS: dict[str, tuple[str, str]] = {
     "accuracy": ("accuracy", "higher"),
@@ -129,12 +136,25 @@ def format_cell(cell: Cell, percent: bool) -> tuple[str, str]:
         text += f" ± {cell.standard_error * scale:.{digits + (1 if percent else 0)}f}"
     if cell.difference is None or cell.interval is None:
         return text, ""
-    return text, f"{cell.difference * scale:+.{digits}f} ± {cell.interval * scale:.{digits}f}"
+    # Adding zero turns a rounded −0 into +0.
+    difference = round(cell.difference * scale, digits) + 0.0
+    return text, f"{difference:+.{digits}f} ± {cell.interval * scale:.{digits}f}"
 
 
 def is_percentage(column: str) -> bool:
     """Whether a metric is shown in per cent: accuracies and PAvPU."""
     return "accuracy" in column or "pavpu" in column
+
+
+def caption(records: Sequence[Record], methods: Sequence[str]) -> str:
+    """What the numbers of a table are, in plain words."""
+    seeds = len({record.seed for record in records})
+    return (
+        f"Test nodes, {seeds} seed{'s' if seeds > 1 else ''}: mean ± standard error; accuracy and PAvPU in per cent, "
+        f"NLL in nats. Δ: paired difference to {methods[0]} ± half of its 95% interval; bold where the interval leaves "
+        "out zero. The published stopping rule may keep the weights of an early epoch, whose probabilities are timid; "
+        '"lowest loss" is for the weights of the lowest validation loss of the same training.'
+    )
 
 
 def markdown(table: dict[str, dict[str, Cell]], columns: dict[str, tuple[str, str]]) -> str:

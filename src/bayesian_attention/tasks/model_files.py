@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from bayesian_attention.data import Graph
 from bayesian_attention.files import replacing
@@ -31,7 +31,7 @@ def save_model(stem: Path, model: GAT, settings: Mapping[str, Any]) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     with replacing(stem.with_name(stem.name + ".safetensors")) as temporary:
-        save_file(weights, temporary)
+        temporary.write_bytes(save(weights))
     shape = {"features": model.project.shape[0], "classes": model.second.out_channels}
     with replacing(stem.with_name(stem.name + ".json")) as temporary:
         temporary.write_text(json.dumps({"format": FORMAT, **shape, **settings}, indent=2) + "\n", encoding="utf-8")
@@ -46,7 +46,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no such model, or it is of another format.
     """
-    path = _with_ending(path, ".json")
+    given, path = path, _with_ending(path, ".json")
+    if not path.exists():
+        raise ValueError(f"{given}: there is no such model; its settings would be in {path}")
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
