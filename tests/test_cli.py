@@ -242,8 +242,11 @@ def test_predict_refuses_what_does_not_fit(
 @pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_comparison_keeps_its_finished_runs(graph_file: Path, tmp_path: Path, number: signal.Signals) -> None:
+    # A shell's background job, such as CI may be, ignores Ctrl-C, and its children inherit that.
+    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    start += "from bayesian_attention.cli import main; main()"
     command = [
-        sys.executable, "-c", "from bayesian_attention.cli import main; main()", "compare", "graph",
+        sys.executable, "-c", start, "compare", "graph",
         "--data", str(graph_file), "--attention", "softmax,weibull", "--seeds", "500", "--jobs", "2",
         "--out", str(tmp_path), *SHORT,
     ]  # fmt: skip
