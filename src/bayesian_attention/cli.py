@@ -263,7 +263,7 @@ def _numbers(argument: str, text: str, *, counts: bool = False) -> list[int]:
     pieces = [piece.strip() for piece in text.split(",")]
     if counts and len(pieces) == 1 and pieces[0].isdecimal():
         if not 1 <= int(pieces[0]) <= _MOST:
-            raise ValueError(f"{argument}: must be at least 1; got {text!r}")
+            raise ValueError(f"{argument}: must be at least 1 and at most {_MOST:,}; got {text!r}")
         return list(range(int(pieces[0])))
     numbers: list[int] = []
     for piece in pieces:
@@ -323,7 +323,7 @@ def _train_one(job: Job) -> Record:
     from bayesian_attention.tasks.records import append_record
 
     with _interruptible("nothing is saved of a run that did not finish"), _progress() as progress:
-        bar = progress.add_task(job.label, total=None)
+        bar = progress.add_task(_plain(job.label), total=None)
 
         def show(epoch: int, accuracy: float) -> None:
             text = f"{job.label}: epoch {epoch + 1}, validation accuracy {100 * accuracy:.1f}%"
