@@ -1,4 +1,5 @@
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 
@@ -353,12 +354,13 @@ def test_after_a_call_outside_a_pass_the_divergence_is_refused_until_the_next_pa
     with ba.recording(model, False):
         model.first(X, X, X)
     assert torch.equal(ba.kl_divergence(model), before)
-    for call in (lambda: model.first(X, X, X), lambda: model.forward(X)):
-        call()
-        with pytest.raises(RuntimeError, match="not in a pass of the model itself"):
-            ba.kl_divergence(model)
-    model(X)
-    torch.testing.assert_close(ba.kl_divergence(model), before)
+    for call, grad in itertools.product((lambda: model.first(X, X, X), lambda: model.forward(X)), (True, False)):
+        with torch.set_grad_enabled(grad):
+            call()
+            with pytest.raises(RuntimeError, match="not in a pass of the model itself"):
+                ba.kl_divergence(model)
+        model(X)
+        torch.testing.assert_close(ba.kl_divergence(model), before)
 
 
 class _Interrupted(nn.Module):

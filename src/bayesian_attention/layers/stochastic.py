@@ -192,6 +192,8 @@ class StochasticAttention(nn.Module):
 
     def _address(self) -> NoiseAddress | None:
         """Where this call's noise lives; None for the posterior mean."""
+        if self.tracked and not self.inside_forward and self.record_kl and not _in_backward():
+            self.ran_outside = True
         if not self.posterior.spec.stochastic:
             return None
         if self.last_pass is not None and _in_backward():
@@ -253,8 +255,6 @@ class StochasticAttention(nn.Module):
         if self.tracked:
             if self.inside_forward:
                 self.kl_terms = [*self.kl_terms, term]
-            elif not _in_backward():
-                self.ran_outside = True
             return
         # Without a root to delimit forward passes only the last call is kept, lest a loop that never
         # reads the divergence keeps every graph alive. Calls in another mode are another pass.
