@@ -184,3 +184,11 @@ def test_wide_spreads_stay_finite_in_float32(spec):
 @pytest.mark.parametrize("spec", [Weibull(1.0), LogNormal(1.0)], ids=str)
 def test_a_single_key_has_all_the_weight(spec):
     assert torch.equal(weights(torch.full((1, 1, 1, 1), -3.7), spec), torch.ones(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(("shape", "low"), [(0.1, 0.0269), (0.2, 0.00019), (1.0, 0.0)])
+def test_the_mean_over_all_uniforms_is_that_of_the_family_but_for_the_cut_tail(shape, low):
+    """Exact, over every number that the noise generator can give; docs/methods.md states the figures."""
+    uniform = (torch.arange(2**23, dtype=torch.float64) + 0.5) / 2**23
+    mean = Weibull(shape).log_noise(uniform, shape).exp().mean().item()
+    assert 1 - mean / math.gamma(1 + 1 / shape) == pytest.approx(low, abs=5e-5 if shape < 0.2 else 5e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -101,7 +100,7 @@ def attend(
             key,
             mask=mask,
             is_causal=is_causal,
-            scale=1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale,
+            scale=scale,
             query_offset=query_offset,
         )
         _, lse = log_normalise(logits, rows)

@@ -6,6 +6,8 @@ dense weights (plots, returned attention, graphs) comes from here.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ MASKED_BELOW = -9e3
 
 
 def dense_logits(
-    query: Tensor, key: Tensor, *, mask: Tensor | None, is_causal: bool, scale: float, query_offset: int
+    query: Tensor, key: Tensor, *, mask: Tensor | None, is_causal: bool, scale: float | None, query_offset: int
 ) -> tuple[Tensor, DenseRows]:
     """Logits and rows of dense attention.
 
@@ -28,13 +30,15 @@ def dense_logits(
         key: (…, Hkv, Lk, D) with H a multiple of Hkv.
         mask: boolean (True: attend) or additive, broadcasting against (…, H, Lq, Lk).
         is_causal: keep a key only up to the absolute position of the query.
-        scale: factor of the dot products.
+        scale: factor of the dot products; 1/√D by default.
         query_offset: absolute position of the first query.
 
     Returns:
         Logits (…, H, Lq, Lk), finite wherever the inputs are, and the rows. Masked entries hold the plain
         logit; the rows' mask is what excludes them.
     """
+    if scale is None:
+        scale = 1 / math.sqrt(max(query.shape[-1], 1))
     groups = query.shape[-3] // key.shape[-3]
     keys = wide(key).repeat_interleave(groups, dim=-3) if groups > 1 else wide(key)
     logits = (wide(query) * scale) @ keys.transpose(-1, -2)

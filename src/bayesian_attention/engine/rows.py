@@ -74,6 +74,10 @@ def log_normalise(log_weights: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     return log_p, lse
 
 
+class IdentityError(ValueError):
+    """``batch_ids`` that do not fit the attention's batch."""
+
+
 @dataclass(frozen=True)
 class DenseRows:
     """Logits of shape (…, H, Lq, Lk); a row is the last dimension.
@@ -179,7 +183,7 @@ class SegmentRows:
         if isinstance(address.sample, Tensor) and address.sample.dim():
             raise ValueError("sample_index: a graph takes one draw a pass, so its number must be a single one")
         if ids is not None and ids.numel() != self.count:
-            raise ValueError(f"batch_ids: a graph needs one identity a node, {self.count}; got {ids.numel()}")
+            raise IdentityError(f"batch_ids: a graph needs one identity a node, {self.count}; got {ids.numel()}")
         ids = torch.arange(self.count, device=device) if ids is None else ids.to(device)
         # The same order of coordinates as dense rows of one batch row: dense attention that is masked
         # by the adjacency matrix draws the same numbers.
@@ -211,7 +215,7 @@ def _batch_words(address: NoiseAddress, leading: list[int], device: torch.device
             torch.zeros((), dtype=torch.int32, device=device)
         )
     if ids.numel() == 0 or rows % ids.numel():
-        raise ValueError(
+        raise IdentityError(
             f"batch_ids: {ids.numel()} identities cannot be spread over attention of batch shape {tuple(leading)}; "
             "its size must be a multiple of their number"
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesian_attention.checks import at_least, finite
+from bayesian_attention.engine.rows import IdentityError
 from bayesian_attention.inference.kl import recording, stochastic_layers
 from bayesian_attention.inference.prediction import ClassificationPrediction, RegressionPrediction
 from bayesian_attention.inference.sampling import sampling
@@ -106,20 +107,21 @@ def predict(
         _check_rows(model, arguments, "batch_size" if batch_size is not None else "samples_per_pass")
     rows = arguments.rows if batch_size is None else at_least("predict", "batch_size", batch_size, 1)
     whole = batch_size is None and samples_per_pass == 1
+    on_graph = any(layer.on_graph for layer in stochastic_layers(model))  # its nodes number themselves
     pieces: list[Tensor] = []
     with _evaluating(model), torch.no_grad(), recording(model, False):
         for first in range(0, max(arguments.rows, 1), max(rows, 1)):
             part = arguments if batch_size is None else arguments.slice(first, min(first + rows, arguments.rows))
-            ids = torch.arange(first, first + part.rows) if part.rows else None
+            ids = None if on_graph or part.rows == 0 else torch.arange(first, first + part.rows)
             draws = []
             for start in range(0, samples, samples_per_pass):
                 count = min(samples_per_pass, samples - start)
                 try:
                     draws.append(_draw(model, part, ids, seed, start, count, samples_per_pass, output))
-                except ValueError as error:
-                    # The first dimension is no batch: nodes of a graph come later, or a sequence comes first.
-                    # Run whole, such a model's attention can number its own rows.
-                    if ids is None or not whole or not str(error).startswith("batch_ids:"):
+                except IdentityError:
+                    # The first dimension is no batch, but the length of a sequence, say. Run whole, such a
+                    # model's attention can number its own rows.
+                    if ids is None or not whole:
                         raise
                     ids = None
                     draws.append(_draw(model, part, ids, seed, start, count, samples_per_pass, output))
@@ -176,7 +178,7 @@ def _draw(
     """Draws ``start`` to ``start + count`` of some rows, identified by ``ids``, (count, rows, …) on the CPU."""
     index: int | Tensor = start
     if samples_per_pass > 1:
-        ids = torch.arange(0) if ids is None else ids.repeat(count)
+        ids = None if ids is None else ids.repeat(count)
         index = torch.arange(start, start + count).repeat_interleave(part.rows)
         part = part.repeat(count)
     with sampling(model, True, seed=seed, sample_index=index, batch_ids=ids):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -149,7 +148,7 @@ class StochasticAttention(nn.Module):
                     key,
                     mask=mask,
                     is_causal=is_causal,
-                    scale=1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale,
+                    scale=scale,
                     query_offset=key.shape[-2] - query.shape[-2] if query_offset is None else query_offset,
                 )
                 groups = query.shape[-3] // key.shape[-3]
