@@ -16,22 +16,16 @@ import numpy as np
 from bayesian_attention.files import replacing
 from bayesian_attention.report.summary import (
     COLUMNS,
-    Cell,
     deterministic,
-    format_cell,
-    is_percentage,
     methods_of,
-    summarise,
 )
+from bayesian_attention.report.tables import table
 from bayesian_attention.tasks.records import Record, read_records
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-    from bayesian_attention.report.neighbourhoods import Neighbour
     from bayesian_attention.report.runs import Run
-
-_ARROWS = {"higher": "↑", "lower": "↓"}
 
 #: The second table: the same metrics for other weights of the same training.
 _OTHER_COLUMNS: dict[str, tuple[str, str]] = {
@@ -39,8 +33,6 @@ _OTHER_COLUMNS: dict[str, tuple[str, str]] = {
     "accuracy_mean_weights": ("accuracy, mean attention", "higher"),
 }
 
-#: Drawings of one node, side by side.
-_MOST_DRAWINGS = 4
 _COVERAGES = np.linspace(0.02, 1.0, 99)
 _SPREADS = {"light": ("#b3bcc9", "#c9548f", "#560a57"), "dark": ("#515c6d", "#e0699f", "#ffe3ee")}
 
@@ -108,6 +100,7 @@ def order_of(records: Sequence[Record], wanted: Sequence[str] = ()) -> list[str]
 
 def _task(folder: Path, number: int, task: str, records: list[Record], wanted: Sequence[str]) -> dict[str, Any]:
     """Everything that the template shows of one task."""
+    from bayesian_attention.report.cards import neighbourhood_cards
     from bayesian_attention.report.runs import load_runs
 
     labels = order_of(records, wanted)
@@ -125,14 +118,14 @@ def _task(folder: Path, number: int, task: str, records: list[Record], wanted: S
         "seeds": seeds,
         "same_seeds": len({tuple(found) for found in seeds.values()}) == 1,
         "notes": [*missing, *_warnings(records, labels)],
-        "table": _table(records, labels, COLUMNS, fixed),
-        "other_table": _table(records, labels, _OTHER_COLUMNS, fixed),
+        "table": table(records, labels, COLUMNS, fixed),
+        "other_table": table(records, labels, _OTHER_COLUMNS, fixed),
         "classes": max((run.probabilities.shape[1] for run in runs), default=0),
         "answers": sorted({len(run.node) for run in runs}),
         "reliability": _reliability(drawn),
         "risk": _risk(drawn),
         "uncertainty": _uncertainty(drawn),
-        "neighbourhoods": _neighbourhoods(by_method),
+        "neighbourhoods": neighbourhood_cards(by_method),
         "command": _command(_shown(folder), task, records, labels),
         "details": [_details(label, labels.index(label), records) for label in labels],
         "versions": _versions(records),
@@ -175,61 +168,6 @@ def _warnings(records: Sequence[Record], labels: Sequence[str]) -> list[str]:
         if len(kinds) > 1:
             notes.append(f"the runs have {len(kinds)} different {what}: the methods are not alone in what differs")
     return notes
-
-
-def _table(
-    records: Sequence[Record], labels: Sequence[str], columns: Mapping[str, tuple[str, str]], fixed: set[str]
-) -> dict[str, Any] | None:
-    """A table of a row a method; None where no run has any of the metrics."""
-    cells = summarise(records, labels, tuple(columns))
-    shown = [column for column in columns if any(column in row for row in cells.values())]
-    if not shown:
-        return None
-    rows: list[dict[str, Any]] = []
-    for index, label in enumerate(labels):
-        row = [_cell(cells[label].get(column), column, columns[column][1], label in fixed) for column in shown]
-        rows.append({"label": label, "index": index, "cells": row})
-    counts = sorted({len(cell.values) for row in cells.values() for cell in row.values()})
-    paired = sorted(
-        {
-            len({r.seed for r in records if r.method == label} & {r.seed for r in records if r.method == labels[0]})
-            for label in labels[1:]
-        }
-    )
-    return {
-        "head": [{"name": columns[c][0], "arrow": _ARROWS[columns[c][1]], "better": columns[c][1]} for c in shown],
-        "rows": rows,
-        "runs": _span(counts),
-        "pairs": _span(paired),
-        "some_pairs": bool(paired) and paired[-1] > 1,
-        "single": counts[0] == 1,
-        "pavpu": any("pavpu" in column for column in shown),
-        "marks": any(cell["mark"] for row in rows for cell in row["cells"]),
-    }
-
-
-def _cell(cell: Cell | None, column: str, direction: str, fixed: bool) -> dict[str, str]:
-    """What a cell of a table shows."""
-    empty = {"text": "–", "difference": "", "mark": "", "title": "no run has this number"}
-    if "pavpu" in column and fixed:
-        return {**empty, "title": "without draws there is nothing to test"}
-    if cell is None:
-        return empty
-    if not math.isfinite(cell.mean):
-        return {**empty, "title": "not defined: all answers of a run are right, or all are wrong"}
-    text, difference = format_cell(cell, is_percentage(column))
-    if cell.difference is None or not difference:
-        return {**empty, "text": text, "title": ""}
-    mark = ""
-    if cell.differs:
-        mark = "better" if (cell.difference > 0) == (direction == "higher") else "worse"
-    return {"text": text, "difference": difference.replace("-", "−"), "mark": mark, "title": ""}
-
-
-def _span(numbers: Sequence[int]) -> str:
-    if not numbers:
-        return ""
-    return str(numbers[0]) if numbers[0] == numbers[-1] else f"{numbers[0]} to {numbers[-1]}"
 
 
 def _pooled(runs: Sequence[Run], name: str) -> np.ndarray:
@@ -337,105 +275,11 @@ def _mean_auroc(runs: Sequence[Run], name: str) -> float | None:
     return float(np.mean(found)) if found else None
 
 
-def _neighbourhoods(by_method: Mapping[str, list[Run]]) -> dict[str, Any] | None:
-    """Some nodes of the first seed as the deterministic and the stochastic methods see them."""
-    from bayesian_attention.report import neighbourhoods as hoods
-
-    leading = next((run for runs in by_method.values() for run in runs if run.stochastic), None)
-    if leading is None:
-        leading = next((run for runs in by_method.values() for run in runs), None)
-    if leading is None:
-        return None
-    seed = leading.record.seed
-    same_seed = [run for runs in by_method.values() for run in runs if run.record.seed == seed]
-    fixed = [run for run in same_seed if not run.stochastic and run is not leading][:1]
-    others = [run for run in same_seed if run.stochastic and run is not leading]
-    shown = [*fixed, leading, *others][:_MOST_DRAWINGS]
-    labels = list(by_method)
-    nodes = []
-    for choice in hoods.choose(leading):
-        seen = [(run, view) for run in shown if (view := hoods.neighbourhood(run, choice.node)) is not None]
-        nodes.append((choice, seen))
-    if not nodes:
-        return None
-    highest = max(
-        (
-            edge.std
-            for _, seen in nodes
-            for _, view in seen
-            for edge in (*view.neighbours, *([view.itself] if view.itself else []))
-        ),
-        default=0.0,
-    )
-    cards = []
-    for choice, seen in nodes:
-        own = next(view for run, view in seen if run is leading)
-        order = [edge.node for edge in own.neighbours]
-        weights: list[dict[int, Neighbour]] = [{edge.node: edge for edge in view.neighbours} for _, view in seen]
-        rows = [
-            {
-                "name": str(edge.node),
-                "label": edge.label,
-                "cells": [_weight(column.get(edge.node)) for column in weights],
-            }
-            for edge in own.neighbours
-        ]
-        if own.itself is not None:
-            cells = [_weight(view.itself) for _, view in seen]
-            rows.append({"name": "itself", "label": own.label, "cells": cells})
-        drawings = [
-            {
-                "label": run.record.method,
-                "index": labels.index(run.record.method),
-                "svg": hoods.draw(view, order, highest),
-                "class": view.label,
-                "right": view.label == view.target,
-                "confidence": f"{100 * view.confidence:.0f}%",
-                "entropy": f"{view.entropy:.2f}",
-                "epistemic": _small(view.epistemic) if run.stochastic else "",
-            }
-            for run, view in seen
-        ]
-        cards.append(
-            {
-                "node": choice.node,
-                "reason": choice.reason,
-                "target": own.target,
-                "drawings": drawings,
-                "rows": rows,
-            }
-        )
-    views = [view for _, seen in nodes for _, view in seen]
-    used = {label for view in views for label in (view.label, view.target)}
-    used |= {edge.label for view in views for edge in view.neighbours}
-    return {
-        "cards": cards,
-        "method": leading.record.method,
-        "seed": seed,
-        "stochastic": leading.stochastic,
-        "left_out": [run.record.method for run in [*fixed, leading, *others][_MOST_DRAWINGS:]],
-        "highest": f"{highest:.2f}",
-        "middle": f"{highest / 2:.2f}",
-        "used": sorted(used),
-        "colours": [hoods.CLASSES[label % len(hoods.CLASSES)] for label in range(max(used) + 1)],
-    }
-
-
-def _small(number: float) -> str:
-    return f"{number:.4f}" if number >= 5e-5 else "< 0.0001"
-
-
 def _breakable(label: str) -> Markup:
     """A label, escaped, that a line may break after its punctuation."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"([+(,])", r"\1<wbr>", str(escape(label))))  # noqa: S704
-
-
-def _weight(edge: Neighbour | None) -> dict[str, str]:
-    if edge is None:
-        return {"mean": "–", "std": ""}
-    return {"mean": f"{edge.mean:.3f}", "std": f"{edge.std:.3f}" if edge.std > 0 else ""}
 
 
 def _details(label: str, index: int, records: Sequence[Record]) -> dict[str, Any]:
