@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib import resources
@@ -153,7 +154,7 @@ def _command(folder: str, task: str, records: Sequence[Record], labels: Sequence
     changed = ",".join(f"{name}={value}" for name, value in recipe.items() if value != usual.get(name, value))
     command += f" --recipe {changed}" if changed else ""
     command += " --data FILE.npz" if task in TASKS and TASKS[task].file is None else ""
-    return f"{command} --out {folder}"
+    return f"{command} --out {shlex.quote(folder)}"
 
 
 def _warnings(records: Sequence[Record], labels: Sequence[str]) -> list[str]:
