@@ -7,6 +7,7 @@ once, over entries, and serve both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,17 +116,19 @@ class DenseRows:
         """(H,) → (H, 1, 1)."""
         return per_head.view(-1, 1, 1)
 
+    def words(self, address: NoiseAddress, shape: Sequence[int], device: torch.device) -> noise.RowWords:
+        """The noise words of rows of shape (…, H, Lq), of that shape."""
+        *leading, heads, queries = shape
+        words = _batch_words(address, leading, device)
+        words = words.view(*leading, 1, 1) if leading else words
+        words = words.absorb_position(torch.arange(heads, device=device).view(heads, 1))
+        return words.absorb_position(torch.arange(self.query_offset, self.query_offset + queries, device=device))
+
     def uniform(self, address: NoiseAddress, like: Tensor) -> Tensor:
         """One number an entry of ``like``, of shape (…, H, Lq, Lk)."""
-        device = like.device
-        *leading, heads, queries, keys = like.shape
-        words = _batch_words(address, leading, device)
-        words = words.view(*leading, 1, 1, 1) if words.first.dim() else words
-        words = words.absorb_position(torch.arange(heads, device=device).view(heads, 1, 1))
-        query = torch.arange(self.query_offset, self.query_offset + queries, device=device)
-        words = words.absorb_position(query.view(queries, 1))
-        columns = noise.key_words(torch.arange(keys, device=device))
-        return noise.uniform(noise.bits(words, columns), like.dtype)
+        words = self.words(address, like.shape[:-1], like.device)
+        columns = noise.key_words(torch.arange(like.shape[-1], device=like.device))
+        return noise.uniform(noise.bits(words.view(*like.shape[:-1], 1), columns), like.dtype)
 
 
 @dataclass(frozen=True)
