@@ -1,0 +1,390 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Device side of the Triton backend: noise, logits, and the forward kernel.
+
+Inside the kernels logits are in units of log 2, so that ``exp2`` and ``log2``, which the hardware has, need no
+further multiplication. What is stored (the log-sum-exps) is in natural units.
+
+A tile of logits is worked on by rows and keys that broadcast against each other, given as columns and rows of
+indices: the kernel for the gradients of keys holds its tiles transposed, and shares all functions below.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from bayesian_attention.engine.reference import MASKED_BELOW as _MASKED_BELOW
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+MASKED_BELOW = tl.constexpr(_MASKED_BELOW)
+
+# The constants of engine/noise.py, unsigned.
+_M1 = tl.constexpr(0x7FEB352D)
+_M2 = tl.constexpr(0x846CA68B)
+_LANE1 = tl.constexpr(0xA54FF53A)
+_STEP0 = tl.constexpr(0x9E3779B1)
+
+
+@triton.jit
+def key_words(position):
+    """One uint32 word a key position: ``noise.key_words``."""
+    x = position.to(tl.uint32) * _STEP0 + _LANE1
+    x = (x ^ (x >> 16)) * _M1
+    x = (x ^ (x >> 15)) * _M2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def random_bits(first, second, keys):
+    """The bits of every entry, uint32: ``noise.bits``."""
+    x = keys ^ first
+    x = (x ^ (x >> 16)) * _M1
+    x = (x ^ (x >> 15) ^ second) * _M2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def uniform(bits):
+    """(n + ½)·2⁻²³ with n the upper 23 bits: ``noise.uniform``, exact.
+
+    With n as the mantissa of a number in [1, 2), one subtraction is left; a conversion from integers runs at an
+    eighth of its speed.
+    """
+    return ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
+
+
+@triton.jit
+def log2(x, fast: tl.constexpr):
+    """Binary logarithm; ``fast`` is the hardware's, off by up to 2⁻²² in absolute terms near 1, in one instruction.
+
+    The library's takes some twenty, mostly for arguments that do not occur here.
+    """
+    if fast:
+        result = libdevice.fast_log2f(x)
+    else:
+        result = tl.log2(x)
+    return result
+
+
+@triton.jit
+def exponential_near_zero(t):
+    """−log(1 − t) for t up to ⅛, with its relative precision: seven terms of the series."""
+    tail = t * (1 / 7) + 1 / 6
+    tail = tail * t + 1 / 5
+    tail = tail * t + 1 / 4
+    tail = tail * t + 1 / 3
+    tail = tail * t + 1 / 2
+    return t * t * tail + t
+
+
+@triton.jit
+def exponential(u, fast: tl.constexpr):
+    """−log u, with its relative precision also near u = 1, for it is the logarithm of this that is used."""
+    if fast:
+        result = tl.where(u > 0.875, exponential_near_zero(1.0 - u), log2(u, True) * -LN2)
+    else:
+        result = -tl.log(u)
+    return result
+
+
+@triton.jit
+def normal_quantile(u, fast: tl.constexpr):
+    """√2 erfinv(2u − 1), to 1e-6 of its value.
+
+    Source: Giles, "Approximating the erfinv function", GPU Computing Gems Jade, 2010: the single-precision
+    polynomials. 1 − u is exact here, so w = −log(1 − x²) keeps its digits at both ends.
+    """
+    w = log2(4.0 * u * (1.0 - u), fast) * -LN2
+    t = w - 2.5
+    centre = 2.81022636e-08 * t + 3.43273939e-07
+    centre = centre * t - 3.5233877e-06
+    centre = centre * t - 4.39150654e-06
+    centre = centre * t + 0.00021858087
+    centre = centre * t - 0.00125372503
+    centre = centre * t - 0.00417768164
+    centre = centre * t + 0.246640727
+    centre = centre * t + 1.50140941
+    # Next to u = ½, a rounded w may be below 0: the root is NaN there, and not selected.
+    t = tl.sqrt(w) - 3.0
+    tail = -0.000200214257 * t + 0.000100950558
+    tail = tail * t + 0.00134934322
+    tail = tail * t - 0.00367342844
+    tail = tail * t + 0.00573950773
+    tail = tail * t - 0.0076224613
+    tail = tail * t + 0.00943887047
+    tail = tail * t + 1.00167406
+    tail = tail * t + 2.83297682
+    return tl.where(w < 5.0, centre, tail) * ((2.0 * u - 1.0) * 1.4142135623730951)
+
+
+@triton.jit
+def unit_noise(first, second, keys, family: tl.constexpr, fast: tl.constexpr):
+    """The noise of spread 1 in units of log 2: log₂ of a standard exponential draw, or a normal draw."""
+    u = uniform(random_bits(first, second, keys))
+    if family == "weibull":
+        noise = log2(exponential(u, fast), fast)
+    else:
+        noise = normal_quantile(u, fast) * LOG2E
+    return noise
+
+
+@triton.jit
+def noise_factor(spread, head, family: tl.constexpr):
+    """What multiplies :func:`unit_noise` for this head."""
+    factor = 1.0
+    if family == "weibull":
+        factor = 1.0 / tl.load(spread + head)
+    elif family == "lognormal":
+        factor = tl.load(spread + head)
+    return factor
+
+
+@triton.jit
+def load_words(words, rows, queries, family: tl.constexpr):
+    """Noise words of rows as uint32; zeros for the softmax, which has none."""
+    if family == "softmax":
+        loaded = tl.zeros_like(rows).to(tl.uint32)
+    else:
+        loaded = tl.load(words + rows, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
+    return loaded
+
+
+@triton.jit
+def load_tile(pointers, rows, limit, features, feature_count: tl.constexpr, block: tl.constexpr, even: tl.constexpr):
+    """Rows of a matrix, zeros outside of it; no comparisons where none are needed.
+
+    Args:
+        pointers: (rows, features) addresses.
+        rows: their row numbers.
+        limit: number of rows that exist.
+        features: their feature numbers.
+        feature_count: features that exist.
+        block: features of the tile.
+        even: whether all rows of every tile exist.
+    """
+    if even and feature_count == block:
+        tile = tl.load(pointers)
+    elif even:
+        tile = tl.load(pointers, mask=features[None, :] < feature_count, other=0.0)
+    elif feature_count == block:
+        tile = tl.load(pointers, mask=rows[:, None] < limit, other=0.0)
+    else:
+        tile = tl.load(pointers, mask=(rows[:, None] < limit) & (features[None, :] < feature_count), other=0.0)
+    return tile
+
+
+@triton.jit
+def masked_logits(
+    products,
+    scale,
+    mask,
+    mask_row_stride,
+    mask_key_stride,
+    rows,
+    keys,
+    row_count,
+    key_count,
+    query_offset,
+    mask_kind: tl.constexpr,
+    is_causal: tl.constexpr,
+    even_keys: tl.constexpr,
+):
+    """Logits in units of log 2, −∞ where the key is out.
+
+    Args:
+        products: tile of q·k.
+        scale: factor of the products, log₂ e included.
+        mask: address of the mask's first entry for this batch row and head.
+        mask_row_stride: from row to row of the mask, 0 where it broadcasts.
+        mask_key_stride: from key to key.
+        rows: row numbers, shaped to broadcast against the tile.
+        keys: key numbers, likewise.
+        row_count: rows that exist.
+        key_count: keys that exist.
+        query_offset: absolute position of row 0.
+        mask_kind: "none", "boolean" or "additive".
+        is_causal: keys up to the row's position only.
+        even_keys: whether all keys of every tile exist.
+    """
+    x = products * scale
+    if mask_kind != "none":
+        entries = tl.load(
+            mask + rows.to(tl.int64) * mask_row_stride + keys.to(tl.int64) * mask_key_stride,
+            mask=(rows < row_count) & (keys < key_count),
+            other=0,
+        )
+        if mask_kind == "additive":
+            if entries.dtype != tl.float64:
+                entries = entries.to(tl.float32)
+            # Compared so that NaN stays in.
+            x = tl.where(entries <= MASKED_BELOW, float("-inf"), x + entries.to(tl.float32) * LOG2E)
+        else:
+            x = tl.where(entries != 0, x, float("-inf"))
+    if is_causal:
+        x = tl.where(keys <= rows + query_offset, x, float("-inf"))
+    if not even_keys:
+        x = tl.where(keys < key_count, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def keys_seen(block_end, key_count, query_offset, is_causal: tl.constexpr):
+    """How many keys the rows before ``block_end`` see at most."""
+    seen = key_count
+    if is_causal:
+        seen = tl.maximum(tl.minimum(key_count, block_end + query_offset), 0)
+    return seen
+
+
+@triton.jit
+def online_maximum(peak, x):
+    """The new running maximum of each row, a finite stand-in for it, and the factor of what was summed before.
+
+    A maximum of −∞ (no key yet) is replaced by 0, so that no −∞ − (−∞) arises.
+    """
+    new = tl.maximum(peak, tl.max(x, 1))
+    finite = tl.where(new == float("-inf"), 0.0, new)
+    return new, finite, tl.exp2(peak - finite)
+
+
+@triton.jit
+def log_total(peak, total):
+    """Natural log-sum-exp from the maximum (units of log 2) and the sum over it; −∞ for an empty row."""
+    empty = total == 0.0
+    return tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+
+
+@triton.jit(do_not_specialize=["first_sample"])
+def forward_kernel(
+    query,
+    key,
+    value,
+    first,
+    second,
+    spread,
+    mask,
+    output,
+    lse,
+    lse_draw,
+    query_batch_stride,
+    query_head_stride,
+    query_row_stride,
+    query_feature_stride,
+    key_batch_stride,
+    key_head_stride,
+    key_row_stride,
+    key_feature_stride,
+    value_batch_stride,
+    value_head_stride,
+    value_row_stride,
+    value_feature_stride,
+    mask_batch_stride,
+    mask_head_stride,
+    mask_row_stride,
+    mask_key_stride,
+    batch_count,
+    head_count,
+    group_size,
+    row_count,
+    key_count,
+    scale,
+    query_offset,
+    first_sample,
+    family: tl.constexpr,
+    fast_noise: tl.constexpr,
+    mask_kind: tl.constexpr,
+    is_causal: tl.constexpr,
+    with_lse: tl.constexpr,
+    features: tl.constexpr,
+    value_features: tl.constexpr,
+    block_features: tl.constexpr,
+    block_value_features: tl.constexpr,
+    even_keys: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_keys: tl.constexpr,
+):
+    """One block of rows of one head of one draw: output and log-sum-exps, in one pass over the keys.
+
+    Draws are programs of their own. To share the logits among draws, a program would hold an accumulator a draw,
+    and registers have room for one; what a draw costs is its noise, and that cannot be shared.
+
+    The clean and the perturbed logits each have a running maximum: the noise of a small Weibull shape reaches
+    −166, so the maximum of the one is no safe pivot for the other. ``with_lse`` is for the first draw alone.
+    """
+    block_count = tl.cdiv(row_count, block_rows)
+    block = tl.program_id(0) % block_count
+    rest = tl.program_id(0) // block_count
+    if is_causal:
+        # The last rows see most keys: they start first, the short ones fill the gaps at the end.
+        block = block_count - 1 - block
+    head = rest % head_count
+    rest = rest // head_count
+    batch = (rest % batch_count).to(tl.int64)
+    sample = (rest // batch_count + first_sample).to(tl.int64)
+
+    rows = block * block_rows + tl.arange(0, block_rows)
+    wide_rows = rows.to(tl.int64)
+    columns = tl.arange(0, block_keys)
+    wide_columns = columns.to(tl.int64)
+    feature = tl.arange(0, block_features)
+    value_feature = tl.arange(0, block_value_features)
+    inside = rows < row_count
+
+    head64 = head.to(tl.int64)
+    query += batch * query_batch_stride + head64 * query_head_stride
+    key += batch * key_batch_stride + (head64 // group_size) * key_head_stride
+    value += batch * value_batch_stride + (head64 // group_size) * value_head_stride
+    if mask_kind != "none":
+        mask += batch * mask_batch_stride + head64 * mask_head_stride
+    clean_base = (batch * head_count + head) * row_count
+    draw_base = ((sample * batch_count + batch) * head_count + head) * row_count
+
+    q = load_tile(
+        query + wide_rows[:, None] * query_row_stride + feature[None, :] * query_feature_stride,
+        rows, row_count, feature, features, block_features, False,
+    )  # fmt: skip
+    row_first = load_words(first + draw_base, rows, row_count, family)[:, None]
+    row_second = load_words(second + draw_base, rows, row_count, family)[:, None]
+    factor = noise_factor(spread, head, family)
+
+    key_pointers = key + wide_columns[:, None] * key_row_stride + feature[None, :] * key_feature_stride
+    value_pointers = value + wide_columns[:, None] * value_row_stride + value_feature[None, :] * value_feature_stride
+    wide_step = tl.full((), block_keys, tl.int64)
+    accumulator = tl.zeros((block_rows, block_value_features), tl.float32)
+    peak = tl.full((block_rows,), float("-inf"), tl.float32)
+    total = tl.zeros((block_rows,), tl.float32)
+    clean_peak = tl.full((block_rows,), float("-inf"), tl.float32)
+    clean_total = tl.zeros((block_rows,), tl.float32)
+
+    for start in range(0, keys_seen((block + 1) * block_rows, key_count, query_offset, is_causal), block_keys):
+        keys = start + columns
+        k = load_tile(key_pointers, keys, key_count, feature, features, block_features, even_keys)
+        x = masked_logits(
+            tl.dot(q, tl.trans(k), input_precision="ieee"), scale, mask, mask_row_stride, mask_key_stride,
+            rows[:, None], keys[None, :], row_count, key_count, query_offset, mask_kind, is_causal, even_keys,
+        )  # fmt: skip
+        if family != "softmax":
+            if with_lse:
+                clean_peak, finite, decay = online_maximum(clean_peak, x)
+                clean_total = clean_total * decay + tl.sum(tl.exp2(x - finite[:, None]), 1)
+            x += unit_noise(row_first, row_second, key_words(keys)[None, :], family, fast_noise) * factor
+        peak, finite, decay = online_maximum(peak, x)
+        w = tl.exp2(x - finite[:, None])
+        total = total * decay + tl.sum(w, 1)
+        v = load_tile(value_pointers, keys, key_count, value_feature, value_features, block_value_features, even_keys)
+        accumulator = tl.dot(w.to(v.dtype), v, accumulator * decay[:, None], input_precision="ieee")
+        key_pointers += wide_step * key_row_stride
+        value_pointers += wide_step * value_row_stride
+
+    accumulator = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(
+        output + (draw_base + wide_rows[:, None]) * value_features + value_feature[None, :],
+        accumulator.to(output.dtype.element_ty),
+        mask=inside[:, None] & (value_feature[None, :] < value_features),
+    )
+    tl.store(lse_draw + draw_base + rows, log_total(peak, total), mask=inside)
+    if with_lse:
+        if family == "softmax":
+            tl.store(lse + clean_base + rows, log_total(peak, total), mask=inside)
+        else:
+            tl.store(lse + clean_base + rows, log_total(clean_peak, clean_total), mask=inside)
