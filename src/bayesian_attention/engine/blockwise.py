@@ -22,7 +22,7 @@ from bayesian_attention.engine.elementwise import Elementwise, Place, Problem
 from bayesian_attention.numerics import wide
 
 #: Entries of a block of logits. Two or three blocks of this size (in float32) stay in the cache of a processor.
-BLOCK_ENTRIES = 1 << 18
+BLOCK_ENTRIES = 1 << 19
 #: Rows a matrix product should have at least, however long they are.
 _LEAST_ROWS = 64
 
@@ -84,7 +84,7 @@ def forward(
                 weights = logits if problem.draws == 1 else buffers.take(1, shape)
                 inverse = steps.forward(place, draw, logits, weights, lse, lse_draw[draw])
                 mixed = torch.bmm(weights, values, out=buffers.take(2, (place.chunks, place.rows, dv)))
-                output[draw][place.index] = (mixed * inverse).view(*place.shape, dv)
+                output[draw][place.rows_index] = (mixed * inverse).view(*place.shape, dv)
     return (
         output.view(problem.draws, *query.shape[:-1], dv),
         lse.view(query.shape[:-1]),
@@ -155,7 +155,9 @@ def backward(
     grad_key = torch.zeros_like(work.keys)
     grad_value = torch.zeros_like(work.values)
     grad_spread = torch.zeros_like(dot) if spread_grad else None
-    grad_mask = torch.zeros(problem.mask.shape, dtype=lse.dtype, device=lse.device) if mask_grad else None
+    grad_mask: Tensor | None = None
+    if mask_grad and problem.mask is not None:
+        grad_mask = torch.zeros(problem.mask.shape, dtype=lse.dtype, device=lse.device)
     grad_lse = None if grad_lse is None else grad_lse.contiguous().view(work.rows)
     lse, lse_draw = lse.view(work.rows), lse_draw.view(problem.draws, *work.rows)
     buffers = _Buffers(work.keys)
@@ -186,7 +188,7 @@ def backward(
             grad_value[place.chunk_slice, : place.keys].baddbmm_(weights.transpose(1, 2), grad_rows)
         if grad_mask is not None:
             elementwise.add_to_mask(problem, place, grad_logits, grad_mask)
-        grad_query[place.index] = torch.bmm(grad_logits, keys).view(*place.shape, -1)
+        grad_query[place.rows_index] = torch.bmm(grad_logits, keys).view(*place.shape, -1)
         grad_key[place.chunk_slice, : place.keys].baddbmm_(grad_logits.transpose(1, 2), queries)
     return (
         grad_query.mul_(scale).view(query.shape).to(query.dtype),

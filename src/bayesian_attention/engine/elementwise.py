@@ -47,7 +47,7 @@ class Place(NamedTuple):
         return slice(self.chunk, self.chunk + self.chunks)
 
     @property
-    def index(self) -> tuple[slice, slice, slice]:
+    def rows_index(self) -> tuple[slice, slice, slice]:
         """Its part of a tensor of all rows."""
         return (
             self.chunk_slice,
@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
     def take(self, x: Tensor) -> Tensor:
         """Its part of a tensor (pairs, query heads, queries, features) as (pairs, rows, features)."""
-        part = x[self.index]
+        part = x[self.rows_index]
         return part.squeeze(1) if self.groups == 1 else part.flatten(1, 2)
 
 
@@ -174,13 +174,13 @@ class TensorElementwise:
         """See :meth:`Elementwise.forward`."""
         if draw == 0:
             self._finish(place, logits)
-            lse[place.index] = torch.logsumexp(logits, -1).view(place.shape)
+            lse[place.rows_index] = torch.logsumexp(logits, -1).view(place.shape)
         perturbed = self._perturbed(place, draw, logits)
         peak = perturbed.amax(-1, keepdim=True)
         peak = peak.masked_fill(peak == -math.inf, 0.0)
         torch.exp(perturbed - peak, out=weights)
         total = weights.sum(-1, keepdim=True)
-        lse_draw[place.index] = (total.log() + peak).view(place.shape)
+        lse_draw[place.rows_index] = (total.log() + peak).view(place.shape)
         return torch.where(total == 0, total, 1 / total)
 
     def backward(
@@ -209,7 +209,7 @@ class TensorElementwise:
             # The noise is its standard form over the shape, or times the scale.
             per_row = (change * drawn).sum(-1).view(place.shape)
             spread = self.problem.spread.view(self.problem.kv_heads, -1)[self._heads(place)][..., None]
-            grad_spread[place.index] = -per_row / spread if self.problem.family == "weibull" else per_row / spread
+            grad_spread[place.rows_index] = -per_row / spread if self.problem.family == "weibull" else per_row / spread
         if draw:
             grad_logits += change
             return
@@ -242,7 +242,9 @@ class TensorElementwise:
         problem = self.problem
         if problem.first is None or problem.second is None:
             raise ValueError("first, second: a draw needs noise words")
-        rows = RowWords(problem.first[draw][place.index].unsqueeze(-1), problem.second[draw][place.index].unsqueeze(-1))
+        rows = RowWords(
+            problem.first[draw][place.rows_index].unsqueeze(-1), problem.second[draw][place.rows_index].unsqueeze(-1)
+        )
         uniform = noise.uniform(noise.bits(rows, problem.key_words[: place.keys]), problem.dtype)
         spread = problem.spread.view(problem.kv_heads, -1)[self._heads(place)][..., None, None]
         return FAMILIES[problem.family].log_noise(uniform, spread).flatten(1, 2)
@@ -287,7 +289,7 @@ def add_to_mask(problem: Problem, place: Place, grad_logits: Tensor, grad_mask: 
 
 def _rows(place: Place, per_row: Tensor) -> Tensor:
     """The block's part of a tensor of all rows, (pairs, rows, 1)."""
-    return per_row[place.index].flatten(1).unsqueeze(-1)
+    return per_row[place.rows_index].flatten(1).unsqueeze(-1)
 
 
 def _finite(lse: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ SOURCE = Path(__file__).with_name("native.cpp")
 
 #: Tried in this order. The loops need the processor's own vector instructions; threads come from OpenMP, whose
 #: library PyTorch has loaded already, so that both share one pool of threads.
-_FLAGS = (
+_FLAGS: tuple[list[str], ...] = (
     ["-march=native", "-fopenmp"],
     ["-march=native", "-fopenmp-simd"],
     ["-fopenmp-simd"],
@@ -50,10 +50,7 @@ class Block(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("chunk", "chunks", "group", "groups", "query", "queries", "keys")),
         *((name, ctypes.c_int64) for name in ("kv_heads", "all_groups", "all_queries", "causal", "offset", "family")),
         ("scale", ctypes.c_float),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("key_words", "first", "second", "spread", "bool_mask", "float_mask")
-        ),
+        *((name, ctypes.c_void_p) for name in ("key_words", "first", "second", "spread", "bool_mask", "float_mask")),
         ("mask_strides", ctypes.c_int64 * 5),
         ("masked_below", ctypes.c_float),
     )
