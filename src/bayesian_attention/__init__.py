@@ -1,6 +1,6 @@
 """Bayesian attention for PyTorch: attention weights as random variables with a posterior and a prior."""
 
-from bayesian_attention.engine import AttentionOutput, attend
+from bayesian_attention.engine import AttentionOutput, attend, attention_weights
 from bayesian_attention.inference import (
     ClassificationPrediction,
     ConstantWeight,
@@ -47,6 +47,7 @@ __all__ = [
     "StochasticAttention",
     "Weibull",
     "attend",
+    "attention_weights",
     "elbo_loss",
     "kl_divergence",
     "predict",

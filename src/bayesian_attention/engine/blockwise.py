@@ -68,23 +68,23 @@ def forward(
     work = _Work(problem, query, key, value)
     steps = _elementwise(problem, compiled)
     dv = value.shape[-1]
-    output = value.new_empty(problem.draws, *work.rows, dv)
+    # Rows that see no key are in no block.
+    fill = torch.zeros if problem.is_causal or problem.keys == 0 else torch.empty
+    output = fill((problem.draws, *work.rows, dv), dtype=value.dtype, device=value.device)
     lse = work.keys.new_full(work.rows, -math.inf)
     lse_draw = work.keys.new_full((problem.draws, *work.rows), -math.inf)
-    if problem.keys == 0:
-        output.zero_()
-    else:
-        buffers = _Buffers(work.keys)
-        for place in _places(problem, block_entries or BLOCK_ENTRIES):
-            shape = (place.chunks, place.rows, place.keys)
-            logits = buffers.take(0, shape)
-            values = work.values[place.chunk_slice, : place.keys]
-            torch.bmm(work.query_rows(place), work.keys[place.chunk_slice, : place.keys].transpose(1, 2), out=logits)
-            for draw in range(problem.draws):
-                weights = logits if problem.draws == 1 else buffers.take(1, shape)
-                inverse = steps.forward(place, draw, logits, weights, lse, lse_draw[draw])
-                mixed = torch.bmm(weights, values, out=buffers.take(2, (place.chunks, place.rows, dv)))
-                output[draw][place.rows_index] = (mixed * inverse).view(*place.shape, dv)
+    buffers = _Buffers(work.keys)
+    for place in _places(problem, block_entries or BLOCK_ENTRIES):
+        shape = (place.chunks, place.rows, place.keys)
+        logits = buffers.take(0, shape)
+        values = work.values[place.chunk_slice, : place.keys]
+        torch.bmm(work.query_rows(place), work.keys[place.chunk_slice, : place.keys].transpose(1, 2), out=logits)
+        for draw in range(problem.draws):
+            weights = logits if problem.draws == 1 else buffers.take(1, shape)
+            inverse = steps.forward(place, draw, logits, weights, lse, lse_draw[draw])
+            mixed = torch.bmm(weights, values, out=buffers.take(2, (place.chunks, place.rows, dv)))
+            target = output[draw][place.rows_index]
+            torch.mul(mixed.view(*place.shape, dv), inverse.view(*place.shape, 1), out=target)
     return (
         output.view(problem.draws, *query.shape[:-1], dv),
         lse.view(query.shape[:-1]),
@@ -161,7 +161,7 @@ def backward(
     grad_lse = None if grad_lse is None else grad_lse.contiguous().view(work.rows)
     lse, lse_draw = lse.view(work.rows), lse_draw.view(problem.draws, *work.rows)
     buffers = _Buffers(work.keys)
-    for place in _places(problem, block_entries or BLOCK_ENTRIES) if problem.keys else ():
+    for place in _places(problem, block_entries or BLOCK_ENTRIES):
         shape = (place.chunks, place.rows, place.keys)
         queries, keys = work.query_rows(place), work.keys[place.chunk_slice, : place.keys]
         values = work.values[place.chunk_slice, : place.keys]
@@ -266,8 +266,10 @@ def _fitting(problem: Problem, chunks: int) -> int:
 
 def _places(problem: Problem, entries: int) -> Iterator[Place]:
     """The blocks, in a fixed order."""
-    sizes = _sizes(problem, entries)
     chunks, groups, queries = problem.rows
+    if 0 in (*problem.rows, problem.keys):
+        return
+    sizes = _sizes(problem, entries)
     for chunk in range(0, chunks, sizes.chunks):
         for group in range(0, groups, sizes.groups):
             for query in range(0, queries, sizes.queries):
