@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bayesian_attention.engine import elementwise, native
-from bayesian_attention.engine.elementwise import Elementwise, Place, Problem
+from bayesian_attention.engine.elementwise import Elementwise, Place, Problem, RowSums
 from bayesian_attention.numerics import wide
 
 #: Entries of a block of logits. Two or three blocks of this size (in float32) stay in the cache of a processor.
@@ -62,7 +62,7 @@ def forward(
 
     Returns:
         Output (S, B, H, Lq, Dv) in the dtype of ``value`` (S = 1 for the mean), log-sum-exp of the clean logits
-        (B, H, Lq) and of each draw's (S, B, H, Lq), float32 or wider.
+        (B, H, Lq), and what :func:`backward` needs of each row (2 + S, B, H, Lq), the last two float32 or wider.
     """
     problem = Problem(query, key, first, second, spread, mask, family, scale, is_causal, query_offset)
     work = _Work(problem, query, key, value)
@@ -71,8 +71,9 @@ def forward(
     # Rows that see no key are in no block.
     fill = torch.zeros if problem.is_causal or problem.keys == 0 else torch.empty
     output = fill((problem.draws, *work.rows, dv), dtype=value.dtype, device=value.device)
-    lse = work.keys.new_full(work.rows, -math.inf)
-    lse_draw = work.keys.new_full((problem.draws, *work.rows), -math.inf)
+    state = work.keys.new_full((2 + problem.draws, *work.rows), -math.inf)
+    state[0] = 0.0
+    sums = RowSums.of(state, work.rows)
     buffers = _Buffers(work.keys)
     for place in _places(problem, block_entries or BLOCK_ENTRIES):
         shape = (place.chunks, place.rows, place.keys)
@@ -81,14 +82,14 @@ def forward(
         torch.bmm(work.query_rows(place), work.keys[place.chunk_slice, : place.keys].transpose(1, 2), out=logits)
         for draw in range(problem.draws):
             weights = logits if problem.draws == 1 else buffers.take(1, shape)
-            inverse = steps.forward(place, draw, logits, weights, lse, lse_draw[draw])
+            inverse = steps.forward(place, draw, logits, weights, sums)
             mixed = torch.bmm(weights, values, out=buffers.take(2, (place.chunks, place.rows, dv)))
             target = output[draw][place.rows_index]
             torch.mul(mixed.view(*place.shape, dv), inverse.view(*place.shape, 1), out=target)
     return (
         output.view(problem.draws, *query.shape[:-1], dv),
-        lse.view(query.shape[:-1]),
-        lse_draw.view(problem.draws, *query.shape[:-1]),
+        (sums.peak + sums.clean).view(query.shape[:-1]),
+        state.view(-1, *query.shape[:-1]),
     )
 
 
@@ -103,8 +104,7 @@ def backward(
     spread: Tensor,
     mask: Tensor | None,
     output: Tensor,
-    lse: Tensor,
-    lse_draw: Tensor,
+    state: Tensor,
     *,
     family: str,
     scale: float,
@@ -130,8 +130,7 @@ def backward(
         spread: as of forward.
         mask: as of forward.
         output: what forward returned.
-        lse: what forward returned.
-        lse_draw: what forward returned.
+        state: what forward returned.
         family: as of forward.
         scale: as of forward.
         is_causal: as of forward.
@@ -157,9 +156,9 @@ def backward(
     grad_spread = torch.zeros_like(dot) if spread_grad else None
     grad_mask: Tensor | None = None
     if mask_grad and problem.mask is not None:
-        grad_mask = torch.zeros(problem.mask.shape, dtype=lse.dtype, device=lse.device)
+        grad_mask = torch.zeros(problem.mask.shape, dtype=state.dtype, device=state.device)
     grad_lse = None if grad_lse is None else grad_lse.contiguous().view(work.rows)
-    lse, lse_draw = lse.view(work.rows), lse_draw.view(problem.draws, *work.rows)
+    sums = RowSums.of(state, work.rows)
     buffers = _Buffers(work.keys)
     for place in _places(problem, block_entries or BLOCK_ENTRIES):
         shape = (place.chunks, place.rows, place.keys)
@@ -173,17 +172,7 @@ def backward(
             grad_weights = torch.bmm(grad_rows, values.transpose(1, 2), out=buffers.take(1, shape))
             weights = buffers.take(2, shape) if several else logits
             steps.backward(
-                place,
-                draw,
-                logits,
-                grad_weights,
-                weights,
-                grad_logits,
-                lse,
-                lse_draw[draw],
-                dot[draw],
-                grad_lse,
-                None if grad_spread is None else grad_spread[draw],
+                place, draw, logits, grad_weights, weights, grad_logits, sums, dot, grad_lse, grad_spread
             )
             grad_value[place.chunk_slice, : place.keys].baddbmm_(weights.transpose(1, 2), grad_rows)
         if grad_mask is not None:

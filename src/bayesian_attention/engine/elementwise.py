@@ -111,21 +111,41 @@ def _with_groups(mask: Tensor, kv_heads: int, groups: int) -> Tensor:
     return mask.unflatten(1, (kv_heads, groups))
 
 
-class Elementwise(Protocol):
-    """The two steps. ``lse`` and the like are tensors of all rows (pairs, query heads, queries)."""
+class RowSums(NamedTuple):
+    """What the backward pass needs of each row to make its weights again. Natural logarithms.
 
-    def forward(
-        self, place: Place, draw: int, logits: Tensor, weights: Tensor, lse: Tensor, lse_draw: Tensor
-    ) -> Tensor:
+    Logits enter as differences from the largest of their row: of large logits these are exact, and a single
+    log-sum-exp would not tell them apart.
+
+    Attributes:
+        peak: (pairs, query heads, queries), the largest clean logit, 0 for a row without a key.
+        clean: of that shape, log-sum-exp of the clean logits less ``peak``, −∞ for a row without a key.
+        drawn: (draws, pairs, query heads, queries), the same of the draws' logits.
+    """
+
+    peak: Tensor
+    clean: Tensor
+    drawn: Tensor
+
+    @staticmethod
+    def of(state: Tensor, rows: tuple[int, int, int]) -> RowSums:
+        """The sums within one tensor (2 + draws, …) over all rows."""
+        state = state.view(-1, *rows)
+        return RowSums(state[0], state[1], state[2:])
+
+
+class Elementwise(Protocol):
+    """The two steps."""
+
+    def forward(self, place: Place, draw: int, logits: Tensor, weights: Tensor, sums: RowSums) -> Tensor:
         """Turn dot products into unnormalised weights.
 
         Args:
             place: the block.
-            draw: number of the draw; 0 turns the dot products in ``logits`` into logits first, and writes ``lse``.
+            draw: number of the draw; 0 turns the dot products in ``logits`` into logits first.
             logits: (pairs, rows, keys), changed in place.
-            weights: written; may be ``logits``.
-            lse: log-sum-exp of the clean logits, written.
-            lse_draw: log-sum-exp of the draw's logits, written.
+            weights: written; may be ``logits`` where there is one draw.
+            sums: written, those of the clean logits by draw 0.
 
         Returns:
             (pairs, rows, 1), one over the sum of each row's weights, 0 for a row without a key.
@@ -139,8 +159,7 @@ class Elementwise(Protocol):
         grad_weights: Tensor,
         weights: Tensor,
         grad_logits: Tensor,
-        lse: Tensor,
-        lse_draw: Tensor,
+        sums: RowSums,
         dot: Tensor,
         grad_lse: Tensor | None,
         grad_spread: Tensor | None,
@@ -154,11 +173,10 @@ class Elementwise(Protocol):
             grad_weights: (pairs, rows, keys).
             weights: written; may be ``logits`` where there is one draw.
             grad_logits: written by draw 0, added to by the others; may be ``grad_weights`` where there is one draw.
-            lse: of the forward pass.
-            lse_draw: of the forward pass.
-            dot: product of output and its gradient, a row each.
-            grad_lse: gradient of ``lse``, or None.
-            grad_spread: gradient of the spread, a row each; written; or None.
+            sums: of the forward pass.
+            dot: (draws, pairs, query heads, queries), product of output and its gradient.
+            grad_lse: (pairs, query heads, queries), gradient of the clean log-sum-exp, or None.
+            grad_spread: gradient of the spread, of the shape of ``dot``; written; or None.
         """
 
 
@@ -168,19 +186,19 @@ class TensorElementwise:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
-    def forward(
-        self, place: Place, draw: int, logits: Tensor, weights: Tensor, lse: Tensor, lse_draw: Tensor
-    ) -> Tensor:
+    def forward(self, place: Place, draw: int, logits: Tensor, weights: Tensor, sums: RowSums) -> Tensor:
         """See :meth:`Elementwise.forward`."""
         if draw == 0:
             self._finish(place, logits)
-            lse[place.rows_index] = torch.logsumexp(logits, -1).view(place.shape)
-        perturbed = self._perturbed(place, draw, logits)
-        peak = perturbed.amax(-1, keepdim=True)
-        peak = peak.masked_fill(peak == -math.inf, 0.0)
+            peak = _finite(logits.amax(-1, keepdim=True))
+            logits -= peak
+            sums.peak[place.rows_index] = peak.view(place.shape)
+            sums.clean[place.rows_index] = torch.logsumexp(logits, -1).view(place.shape)
+        perturbed = logits if self.problem.family == "softmax" else logits + self._noise(place, draw)
+        peak = _finite(perturbed.amax(-1, keepdim=True))
         torch.exp(perturbed - peak, out=weights)
         total = weights.sum(-1, keepdim=True)
-        lse_draw[place.rows_index] = (total.log() + peak).view(place.shape)
+        sums.drawn[draw][place.rows_index] = (total.log() + peak).view(place.shape)
         return torch.where(total == 0, total, 1 / total)
 
     def backward(
@@ -191,8 +209,7 @@ class TensorElementwise:
         grad_weights: Tensor,
         weights: Tensor,
         grad_logits: Tensor,
-        lse: Tensor,
-        lse_draw: Tensor,
+        sums: RowSums,
         dot: Tensor,
         grad_lse: Tensor | None,
         grad_spread: Tensor | None,
@@ -200,16 +217,18 @@ class TensorElementwise:
         """See :meth:`Elementwise.backward`."""
         if draw == 0:
             self._finish(place, logits)
-        clean = logits - _rows(place, _finite(lse)) if grad_lse is not None and draw == 0 else None
+            logits -= _rows(place, sums.peak)
+        clean = logits - _rows(place, _finite(sums.clean)) if grad_lse is not None and draw == 0 else None
         drawn = self._noise(place, draw) if self.problem.family != "softmax" else None
         perturbed = logits if drawn is None else logits + drawn
-        torch.exp(perturbed - _rows(place, _finite(lse_draw)), out=weights)
-        change = weights * (grad_weights - _rows(place, dot))
+        torch.exp(perturbed - _rows(place, _finite(sums.drawn[draw])), out=weights)
+        change = weights * (grad_weights - _rows(place, dot[draw]))
         if grad_spread is not None and drawn is not None:
             # The noise is its standard form over the shape, or times the scale.
             per_row = (change * drawn).sum(-1).view(place.shape)
             spread = self.problem.spread.view(self.problem.kv_heads, -1)[self._heads(place)][..., None]
-            grad_spread[place.rows_index] = -per_row / spread if self.problem.family == "weibull" else per_row / spread
+            sign = -1 if self.problem.family == "weibull" else 1
+            grad_spread[draw][place.rows_index] = sign * per_row / spread
         if draw:
             grad_logits += change
             return
@@ -233,9 +252,6 @@ class TensorElementwise:
             last = torch.arange(place.query, place.query + place.queries, device=logits.device) + problem.query_offset
             hidden = torch.arange(place.keys, device=logits.device) > last.unsqueeze(-1)
             logits.view(-1, place.queries, place.keys).masked_fill_(hidden, -math.inf)
-
-    def _perturbed(self, place: Place, draw: int, logits: Tensor) -> Tensor:
-        return logits if self.problem.family == "softmax" else logits + self._noise(place, draw)
 
     def _noise(self, place: Place, draw: int) -> Tensor:
         """What the draw adds to the logits, (pairs, rows, keys)."""
@@ -292,6 +308,6 @@ def _rows(place: Place, per_row: Tensor) -> Tensor:
     return per_row[place.rows_index].flatten(1).unsqueeze(-1)
 
 
-def _finite(lse: Tensor) -> Tensor:
+def _finite(x: Tensor) -> Tensor:
     """A row without a key has −∞, and logits of −∞: any number makes its weights 0."""
-    return lse.masked_fill(lse == -math.inf, 0.0)
+    return x.masked_fill(x == -math.inf, 0.0)

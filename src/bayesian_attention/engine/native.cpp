@@ -2,9 +2,10 @@
 //
 // Plain loops that the compiler vectorises. They work on short tiles and keep one function a loop: a chain of hash, two
 // logarithms and two exponentials in one loop is longer than the window of instructions a core looks ahead, so that
-// it waits for results; split, it does not. Everything is in base 2: exp2 and log2 need no factor of their own.
+// it waits for results; split, it does not. Exponentials and logarithms are in base 2, where
+// they need no factor of their own.
 //
-// The polynomials are minimax fits, made and tested by tests/engine/test_native.py.
+// The polynomials are minimax fits (Remez); tests/engine/test_native.py measures their errors over all arguments.
 
 #include <cstdint>
 #include <cstring>
@@ -158,6 +159,11 @@ struct Block {
     float masked_below;
 };
 
+// Natural logarithms, a row each: the largest logit; the sum of the clean weights over its exponential; that of a draw's.
+struct Sums {
+    float *peak, *clean, *drawn;
+};
+
 namespace {
 
 struct Row {
@@ -182,36 +188,55 @@ INLINE Row locate(const Block& b, int64_t row) {
             b.bool_mask ? b.bool_mask + at : nullptr, b.float_mask ? b.float_mask + at : nullptr};
 }
 
-// Dot products become logits in base 2, -inf where masked.
-INLINE void finish_logits(const Block& b, const Row& row, float* logits) {
-    const float factor = b.scale * LOG2_E;
+// Dot products become logits, -inf where masked; returns the largest, or 0 for a row without a key.
+INLINE float finish_logits(const Block& b, const Row& row, float* logits) {
+    const float scale = b.scale;
     const int64_t n = row.visible, stride = b.mask_strides[4];
+    float m = -INFINITY;
     if (row.bool_mask) {
         const uint8_t* mask = row.bool_mask;
         if (stride == 1) {
-#pragma omp simd
-            for (int64_t j = 0; j < n; j++) logits[j] = mask[j] ? logits[j] * factor : -INFINITY;
+#pragma omp simd reduction(max : m)
+            for (int64_t j = 0; j < n; j++) {
+                const float x = mask[j] ? logits[j] * scale : -INFINITY;
+                logits[j] = x;
+                m = x > m ? x : m;
+            }
         } else {
-            for (int64_t j = 0; j < n; j++) logits[j] = mask[j * stride] ? logits[j] * factor : -INFINITY;
+            for (int64_t j = 0; j < n; j++) {
+                const float x = mask[j * stride] ? logits[j] * scale : -INFINITY;
+                logits[j] = x;
+                m = x > m ? x : m;
+            }
         }
     } else if (row.float_mask) {
         const float* mask = row.float_mask;
         const float below = b.masked_below;
         if (stride == 1) {
-#pragma omp simd
-            for (int64_t j = 0; j < n; j++)
-                logits[j] = mask[j] <= below ? -INFINITY : logits[j] * factor + mask[j] * LOG2_E;
+#pragma omp simd reduction(max : m)
+            for (int64_t j = 0; j < n; j++) {
+                const float x = mask[j] <= below ? -INFINITY : logits[j] * scale + mask[j];
+                logits[j] = x;
+                m = x > m ? x : m;
+            }
         } else {
             for (int64_t j = 0; j < n; j++) {
-                const float m = mask[j * stride];
-                logits[j] = m <= below ? -INFINITY : logits[j] * factor + m * LOG2_E;
+                const float bias = mask[j * stride];
+                const float x = bias <= below ? -INFINITY : logits[j] * scale + bias;
+                logits[j] = x;
+                m = x > m ? x : m;
             }
         }
     } else {
-#pragma omp simd
-        for (int64_t j = 0; j < n; j++) logits[j] *= factor;
+#pragma omp simd reduction(max : m)
+        for (int64_t j = 0; j < n; j++) {
+            const float x = logits[j] * scale;
+            logits[j] = x;
+            m = x > m ? x : m;
+        }
     }
     for (int64_t j = n; j < b.keys; j++) logits[j] = -INFINITY;
+    return m == -INFINITY ? 0.0f : m;
 }
 
 INLINE float maximum(const float* x, int64_t n) {
@@ -221,33 +246,39 @@ INLINE float maximum(const float* x, int64_t n) {
     return m == -INFINITY ? 0.0f : m;  // a row without a key: exp2(-inf - 0) = 0
 }
 
-// The sum of exp2(x - peak), which may replace x.
-template <bool KEEP>
-INLINE float exponential_sum(const float* x, float peak, float* out, int64_t n) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < n; j++) {
-        const float e = exp2_small(x[j] - peak);
-        if (KEEP) out[j] = e;
-        sum += e;
-    }
-    return sum;
+// The natural logarithm of 2^peak times a sum of powers; NaN stays.
+INLINE float log_total(float peak, float sum) {
+    return sum > 0.0f || sum != sum ? (peak + log2f(sum)) * LN_2 : -INFINITY;
 }
 
+// All logits are taken less the largest of their row before anything is added: differences of large logits are exact,
+// their sums with noise are not.
 template <int FAMILY>
-void forward_row(const Block& b, const Row& row, float* logits, float* weights, bool first_draw, float* lse,
-                 float* lse_draw, float* inverse_sum) {
+void forward_row(const Block& b, const Row& row, float* logits, float* weights, bool first_draw, const Sums& sums,
+                 float* inverse_sum) {
     const int64_t n = row.visible, place = row.place;
     if (first_draw) {
-        finish_logits(b, row, logits);
-        const float peak = maximum(logits, n);
-        const float sum = FAMILY == SOFTMAX ? exponential_sum<true>(logits, peak, weights, n)
-                                            : exponential_sum<false>(logits, peak, weights, n);
-        lse[place] = sum > 0.0f || sum != sum ? (peak + log2f(sum)) * LN_2 : -INFINITY;
+        const float peak = finish_logits(b, row, logits);
+        float sum = 0.0f;
         if (FAMILY == SOFTMAX) {
-            lse_draw[place] = lse[place];
+#pragma omp simd reduction(+ : sum)
+            for (int64_t j = 0; j < n; j++) {
+                const float e = exp2_small((logits[j] - peak) * LOG2_E);
+                weights[j] = e;
+                sum += e;
+            }
             *inverse_sum = sum == 0.0f ? 0.0f : 1.0f / sum;
+        } else {
+#pragma omp simd reduction(+ : sum)
+            for (int64_t j = 0; j < n; j++) {
+                const float x = (logits[j] - peak) * LOG2_E;
+                logits[j] = x;
+                sum += exp2_small(x);
+            }
         }
+        sums.peak[place] = peak;
+        sums.clean[place] = log_total(0.0f, sum);
+        if (FAMILY == SOFTMAX) sums.drawn[place] = sums.clean[place];
     }
     if (FAMILY != SOFTMAX) {
         const uint32_t first = b.first[place], second = b.second[place];
@@ -261,23 +292,35 @@ void forward_row(const Block& b, const Row& row, float* logits, float* weights, 
         }
         // The noise of a small shape reaches far below the clean maximum: the draw has a maximum of its own.
         const float peak = maximum(weights, n);
-        const float sum = exponential_sum<true>(weights, peak, weights, n);
-        lse_draw[place] = sum > 0.0f || sum != sum ? (peak + log2f(sum)) * LN_2 : -INFINITY;
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t j = 0; j < n; j++) {
+            const float e = exp2_small(weights[j] - peak);
+            weights[j] = e;
+            sum += e;
+        }
+        sums.drawn[place] = log_total(peak, sum);
         *inverse_sum = sum == 0.0f ? 0.0f : 1.0f / sum;
     }
     for (int64_t j = n; j < b.keys; j++) weights[j] = 0.0f;
 }
 
+// A sum of a row that sees no key is -inf; any finite number does, as its logits are -inf.
+INLINE float finite(float x) { return x == -INFINITY ? 0.0f : x; }
+
 template <int FAMILY>
 void backward_row(const Block& b, const Row& row, float* logits, const float* grad_weights, float* weights,
-                  float* grad_logits, bool first_draw, const float* lse, const float* lse_draw, const float* dot,
-                  const float* grad_lse, float* grad_spread) {
+                  float* grad_logits, bool first_draw, const Sums& sums, const float* dot, const float* grad_lse,
+                  float* grad_spread) {
     const int64_t n = row.visible, place = row.place;
-    if (first_draw) finish_logits(b, row, logits);
+    const float peak = sums.peak[place];
+    if (first_draw) {
+        finish_logits(b, row, logits);
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) logits[j] = (logits[j] - peak) * LOG2_E;
+    }
     const float d = dot[place], g = grad_lse && first_draw ? grad_lse[place] : 0.0f;
-    // A row without a key has lse -inf; any finite number does, as its logits are -inf.
-    const float clean = lse[place] == -INFINITY ? 0.0f : lse[place] * LOG2_E;
-    const float drawn = lse_draw[place] == -INFINITY ? 0.0f : lse_draw[place] * LOG2_E;
+    const float clean = finite(sums.clean[place]) * LOG2_E, drawn = finite(sums.drawn[place]) * LOG2_E;
     uint32_t first = 0, second = 0;
     float spread = 1.0f, along_noise = 0.0f;
     if (FAMILY != SOFTMAX) {
@@ -346,9 +389,10 @@ void backward_row(const Block& b, const Row& row, float* logits, const float* gr
 
 extern "C" {
 
-// Logits (in: dot products; out: base 2) and unnormalised weights of a block, rows x keys; lse, lse_draw: a row of the
-// problem each; inverse_sums: a row of the block each. `weights` may be `logits` where there is one draw.
-void attention_forward(const Block* block, float* logits, float* weights, int first_draw, float* lse, float* lse_draw,
+// Unnormalised weights of a block, rows x keys, from dot products, which the first draw turns into logits in place, in
+// base 2 and less the largest of their row. sums: a row of the problem each; inverse_sums: a row of the block each.
+// `weights` may be `logits` where there is one draw.
+void attention_forward(const Block* block, float* logits, float* weights, int first_draw, const Sums* sums,
                        float* inverse_sums, int threads) {
     const Block& b = *block;
     const int64_t rows = b.chunks * b.groups * b.queries;
@@ -356,17 +400,17 @@ void attention_forward(const Block* block, float* logits, float* weights, int fi
     for (int64_t r = 0; r < rows; r++) {
         const Row row = locate(b, r);
         float *x = logits + r * b.keys, *w = weights + r * b.keys;
-        if (b.family == SOFTMAX) forward_row<SOFTMAX>(b, row, x, w, first_draw, lse, lse_draw, inverse_sums + r);
-        if (b.family == WEIBULL) forward_row<WEIBULL>(b, row, x, w, first_draw, lse, lse_draw, inverse_sums + r);
-        if (b.family == LOGNORMAL) forward_row<LOGNORMAL>(b, row, x, w, first_draw, lse, lse_draw, inverse_sums + r);
+        if (b.family == SOFTMAX) forward_row<SOFTMAX>(b, row, x, w, first_draw, *sums, inverse_sums + r);
+        if (b.family == WEIBULL) forward_row<WEIBULL>(b, row, x, w, first_draw, *sums, inverse_sums + r);
+        if (b.family == LOGNORMAL) forward_row<LOGNORMAL>(b, row, x, w, first_draw, *sums, inverse_sums + r);
     }
 }
 
 // Normalised weights and the gradient of the logits. dot: sum of output and its gradient, a row of the problem each;
 // grad_lse and grad_spread (a row each) may be null. The first draw writes grad_logits, the others add to it.
 void attention_backward(const Block* block, float* logits, const float* grad_weights, float* weights,
-                        float* grad_logits, int first_draw, const float* lse, const float* lse_draw, const float* dot,
-                        const float* grad_lse, float* grad_spread, int threads) {
+                        float* grad_logits, int first_draw, const Sums* sums, const float* dot, const float* grad_lse,
+                        float* grad_spread, int threads) {
     const Block& b = *block;
     const int64_t rows = b.chunks * b.groups * b.queries;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -376,11 +420,11 @@ void attention_backward(const Block* block, float* logits, const float* grad_wei
         float *x = logits + at, *w = weights + at, *out = grad_logits + at;
         const float* in = grad_weights + at;
         if (b.family == SOFTMAX)
-            backward_row<SOFTMAX>(b, row, x, in, w, out, first_draw, lse, lse_draw, dot, grad_lse, grad_spread);
+            backward_row<SOFTMAX>(b, row, x, in, w, out, first_draw, *sums, dot, grad_lse, grad_spread);
         if (b.family == WEIBULL)
-            backward_row<WEIBULL>(b, row, x, in, w, out, first_draw, lse, lse_draw, dot, grad_lse, grad_spread);
+            backward_row<WEIBULL>(b, row, x, in, w, out, first_draw, *sums, dot, grad_lse, grad_spread);
         if (b.family == LOGNORMAL)
-            backward_row<LOGNORMAL>(b, row, x, in, w, out, first_draw, lse, lse_draw, dot, grad_lse, grad_spread);
+            backward_row<LOGNORMAL>(b, row, x, in, w, out, first_draw, *sums, dot, grad_lse, grad_spread);
     }
 }
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bayesian_attention.engine.elementwise import Place, Problem
+from bayesian_attention.engine.elementwise import Place, Problem, RowSums
 from bayesian_attention.engine.reference import MASKED_BELOW
 
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -56,6 +56,12 @@ class Block(ctypes.Structure):
     )
 
 
+class Sums(ctypes.Structure):
+    """What ``struct Sums`` of ``native.cpp`` holds, in its order."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("peak", "clean", "drawn"))
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled functions, or None where they are switched off or cannot be built (a warning says why)."""
@@ -78,8 +84,9 @@ def library() -> ctypes.CDLL | None:
 def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int
     block = ctypes.POINTER(Block)
-    loaded.attention_forward.argtypes = [block, pointer, pointer, number, pointer, pointer, pointer, number]
-    loaded.attention_backward.argtypes = [block, *[pointer] * 4, number, *[pointer] * 5, number]
+    sums = ctypes.POINTER(Sums)
+    loaded.attention_forward.argtypes = [block, pointer, pointer, number, sums, pointer, number]
+    loaded.attention_backward.argtypes = [block, *[pointer] * 4, number, sums, *[pointer] * 3, number]
     loaded.evaluate.argtypes = [number, pointer, pointer, ctypes.c_int64]
     for name in ("attention_forward", "attention_backward", "evaluate"):
         getattr(loaded, name).restype = None
@@ -178,9 +185,7 @@ class NativeElementwise:
             strides = (0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
             self.block.mask_strides = (ctypes.c_int64 * 5)(*strides)
 
-    def forward(
-        self, place: Place, draw: int, logits: Tensor, weights: Tensor, lse: Tensor, lse_draw: Tensor
-    ) -> Tensor:
+    def forward(self, place: Place, draw: int, logits: Tensor, weights: Tensor, sums: RowSums) -> Tensor:
         """See :meth:`Elementwise.forward`."""
         inverse = logits.new_empty(place.chunks, place.rows, 1)
         self._at(place, draw)
@@ -189,8 +194,7 @@ class NativeElementwise:
             logits.data_ptr(),
             weights.data_ptr(),
             draw == 0,
-            lse.data_ptr(),
-            lse_draw.data_ptr(),
+            self._sums(sums, draw),
             inverse.data_ptr(),
             self.threads,
         )
@@ -204,8 +208,7 @@ class NativeElementwise:
         grad_weights: Tensor,
         weights: Tensor,
         grad_logits: Tensor,
-        lse: Tensor,
-        lse_draw: Tensor,
+        sums: RowSums,
         dot: Tensor,
         grad_lse: Tensor | None,
         grad_spread: Tensor | None,
@@ -219,13 +222,16 @@ class NativeElementwise:
             weights.data_ptr(),
             grad_logits.data_ptr(),
             draw == 0,
-            lse.data_ptr(),
-            lse_draw.data_ptr(),
-            dot.data_ptr(),
+            self._sums(sums, draw),
+            dot[draw].data_ptr(),
             None if grad_lse is None else grad_lse.data_ptr(),
-            None if grad_spread is None else grad_spread.data_ptr(),
+            None if grad_spread is None else grad_spread[draw].data_ptr(),
             self.threads,
         )
+
+    @staticmethod
+    def _sums(sums: RowSums, draw: int) -> Sums:
+        return Sums(sums.peak.data_ptr(), sums.clean.data_ptr(), sums.drawn[draw].data_ptr())
 
     def _at(self, place: Place, draw: int) -> None:
         """Point the block at a place and a draw."""

@@ -19,6 +19,9 @@ from bayesian_attention.engine import blockwise
 _FORWARD = "bayesian_attention::attention_forward"
 _BACKWARD = "bayesian_attention::attention_backward"
 
+#: Numbers that a backend keeps a row, beside one a draw.
+_STATE_ROWS = {"blockwise": 2, "triton": 1}
+
 
 def _implementation(backend: str) -> Any:
     """The module of a backend. Triton is imported when a kernel is first wanted."""
@@ -42,7 +45,7 @@ def attention_forward(
     is_causal: bool,
     query_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output and log-sum-exps; see :func:`bayesian_attention.engine.blockwise.forward`."""
+    """Output, log-sum-exp and what the backward pass needs; see the ``forward`` of the backend's module."""
     return _implementation(backend).forward(
         query, key, value, first, second, spread, mask,
         family=family, scale=scale, is_causal=is_causal, query_offset=query_offset,
@@ -70,7 +73,7 @@ def _(
     return (
         value.new_empty((draws, *rows, value.shape[-1])),
         query.new_empty(rows, dtype=dtype),
-        query.new_empty((draws, *rows), dtype=dtype),
+        query.new_empty((draws + _STATE_ROWS[backend], *rows), dtype=dtype),
     )
 
 
@@ -86,8 +89,7 @@ def attention_backward(
     spread: Tensor,
     mask: Tensor | None,
     output: Tensor,
-    lse: Tensor,
-    lse_draw: Tensor,
+    state: Tensor,
     backend: str,
     family: str,
     scale: float,
@@ -96,14 +98,14 @@ def attention_backward(
     mask_grad: bool,
     spread_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients; see :func:`bayesian_attention.engine.blockwise.backward`. One not asked for is empty."""
+    """Gradients; see the ``backward`` of the backend's module. One not asked for is empty."""
     *inputs, grad_spread, grad_mask = _implementation(backend).backward(
-        grad_output, grad_lse, query, key, value, first, second, spread, mask, output, lse, lse_draw,
+        grad_output, grad_lse, query, key, value, first, second, spread, mask, output, state,
         family=family, scale=scale, is_causal=is_causal, query_offset=query_offset,
         mask_grad=mask_grad, spread_grad=spread_grad,
     )  # fmt: skip
     grad_query, grad_key, grad_value = inputs
-    empty = lse.new_empty(0)
+    empty = state.new_empty(0)
     return (
         grad_query,
         grad_key,
@@ -125,8 +127,7 @@ def _(
     spread: Tensor,
     mask: Tensor | None,
     output: Tensor,
-    lse: Tensor,
-    lse_draw: Tensor,
+    state: Tensor,
     backend: str,
     family: str,
     scale: float,
@@ -140,31 +141,32 @@ def _(
         query.new_empty(query.shape),
         key.new_empty(key.shape),
         value.new_empty(value.shape),
-        spread.new_empty(spread.shape) if spread_grad else lse.new_empty(0),
-        mask.new_empty(mask.shape) if mask_grad and mask is not None else lse.new_empty(0),
+        spread.new_empty(spread.shape) if spread_grad else state.new_empty(0),
+        mask.new_empty(mask.shape) if mask_grad and mask is not None else state.new_empty(0),
     )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     """Keep what the backward pass needs: nothing of the size queries × keys."""
     query, key, value, first, second, spread, mask, *settings = inputs
-    ctx.save_for_backward(query, key, value, first, second, spread, mask, *output)
+    outputs, _, state = output
+    ctx.save_for_backward(query, key, value, first, second, spread, mask, outputs, state)
     ctx.settings = settings
     # A log-sum-exp that nobody used costs no exponentials.
     ctx.set_materialize_grads(False)
 
 
 def _backward(
-    ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, grad_lse_draw: Tensor | None
+    ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, grad_state: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of all arguments. The draws' own log-sum-exps never leave this module, so they have none."""
-    query, key, value, first, second, spread, mask, output, lse, lse_draw = ctx.saved_tensors
+    """Gradients of all arguments. The state never leaves this module, so it has none."""
+    query, key, value, first, second, spread, mask, output, state = ctx.saved_tensors
     if grad_output is None:
         grad_output = torch.zeros_like(output)
     spread_grad = ctx.needs_input_grad[5]
     mask_grad = mask is not None and ctx.needs_input_grad[6]
     grads = attention_backward(
-        grad_output, grad_lse, query, key, value, first, second, spread, mask, output, lse, lse_draw,
+        grad_output, grad_lse, query, key, value, first, second, spread, mask, output, state,
         *ctx.settings, mask_grad, spread_grad,
     )  # fmt: skip
     grad_query, grad_key, grad_value, grad_spread, grad_mask = grads
