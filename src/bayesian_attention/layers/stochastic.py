@@ -8,12 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from bayesian_attention import engine
-from bayesian_attention.divergences import entrywise, reduce_valid
+from bayesian_attention.divergences import (
+    Divergence,
+    entrywise,
+    has_linear_form,
+    key_mask,
+    linear_divergence,
+    reduce_valid,
+    rows_in_budget,
+    sum_over_row_blocks,
+)
 from bayesian_attention.engine import AttentionOutput, noise, reference
+from bayesian_attention.engine.dispatch import default_query_offset
 from bayesian_attention.engine.rows import DenseRows, NoiseAddress, Rows, log_normalise
 from bayesian_attention.numerics import autocast_off, wide
 from bayesian_attention.posteriors import Posterior
-from bayesian_attention.priors import ConstantPrior, Prior
+from bayesian_attention.priors import ConstantPrior, Prior, PriorModule
 
 
 class KLTerm(NamedTuple):
@@ -78,6 +88,8 @@ class StochasticAttention(nn.Module):
         self.posterior = posterior.build(heads)
         self.prior = None if family is None else (prior or ConstantPrior()).build(family, heads, key_dim)
         self.heads = heads
+        #: What computes :meth:`attend`; as of :func:`bayesian_attention.attend`.
+        self.backend = "auto"
         #: Draw weights: True or False, or None to follow ``self.training``.
         self.sampling: bool | None = None
         #: Whether to compute and keep the divergence of a call.
@@ -127,6 +139,8 @@ class StochasticAttention(nn.Module):
                 divergence. Padding has outputs that nobody reads; its weights are no latent variables.
         """
         address = self._address()
+        if query_offset is None:
+            query_offset = default_query_offset(query, key, is_causal)
         result = engine.attend(
             query,
             key,
@@ -140,20 +154,15 @@ class StochasticAttention(nn.Module):
             sample_index=0 if address is None else address.sample,
             batch_ids=None if address is None else address.batch_ids,
             query_offset=query_offset,
+            backend=self.backend,
         )
-        if self._recording:
+        prior = self._recorded_prior
+        if prior is not None:
             with autocast_off(query):
-                logits, rows = reference.dense_logits(
-                    query,
-                    key,
-                    mask=mask,
-                    is_causal=is_causal,
-                    scale=scale,
-                    query_offset=key.shape[-2] - query.shape[-2] if query_offset is None else query_offset,
+                divergence = self._attention_divergence(
+                    prior, query, key, result.lse, mask, is_causal, scale, query_offset, query_valid
                 )
-                groups = query.shape[-3] // key.shape[-3]
-                keys = key.repeat_interleave(groups, dim=-3) if groups > 1 else key
-                self._record(log_normalise(logits, rows)[0], rows, keys, _examples(logits), query_valid)
+            self._record(divergence, query.shape[0] if query.dim() > 3 else 1)
         return result
 
     def weights(
@@ -176,18 +185,22 @@ class StochasticAttention(nn.Module):
             address = self._address()
             spec, spread = self.posterior.spec, self.posterior()
             log_w = reference.log_weights(wide_logits, rows, spec, spread, address)
-            if self._recording:
+            prior = self._recorded_prior
+            if prior is not None:
                 log_p = log_w if address is None else log_normalise(wide_logits, rows)[0]
-                examples = _examples(logits) if isinstance(rows, DenseRows) else None
-                self._record(log_p, rows, keys, examples, query_valid)
+                examples = None
+                if isinstance(rows, DenseRows):
+                    examples = logits.shape[0] if logits.dim() > 3 else 1
+                self._record(self._divergence(prior, log_p, rows, keys, query_valid), examples)
             return log_w.exp().to(logits.dtype)
 
     @property
-    def _recording(self) -> bool:
+    def _recorded_prior(self) -> PriorModule | None:
+        """The prior from which the divergence of this call is to be computed; None: of this call none is."""
         # A checkpointed block runs again in the backward pass, after the records are closed. It must then do
         # what it did, divergence included; _record keeps nothing of it.
         wanted = self.inside_forward or not self.tracked or torch.is_grad_enabled()
-        return self.record_kl and self.prior is not None and wanted
+        return self.prior if self.record_kl and wanted else None
 
     def _address(self) -> NoiseAddress | None:
         """Where this call's noise lives; None for the posterior mean."""
@@ -226,13 +239,65 @@ class StochasticAttention(nn.Module):
                 "told apart when it runs again; leave out the seed, torch.manual_seed rules then"
             )
 
-    def _record(
-        self, log_p: Tensor, rows: Rows, keys: Tensor | None, examples: int | None, query_valid: Tensor | None
-    ) -> None:
-        """Keep the divergence of one call, given the log of the mean weights."""
-        prior = self.prior
-        if prior is None:
-            return
+    def _attention_divergence(
+        self,
+        prior: PriorModule,
+        query: Tensor,
+        key: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        query_offset: int,
+        query_valid: Tensor | None,
+    ) -> Divergence:
+        """The divergence of dense attention: in linear time where it has such a form, else in blocks of rows."""
+        spec = self.posterior.spec
+        over_keys = key_mask(mask, reference.MASKED_BELOW)
+        if over_keys is not None and has_linear_form(spec, prior, is_causal=is_causal):
+            valid, bias = over_keys
+            divergence = linear_divergence(
+                spec,
+                self.posterior(),
+                prior,
+                query,
+                key,
+                lse,
+                scale=scale,
+                valid=valid,
+                bias=bias,
+                is_causal=is_causal,
+                query_offset=query_offset,
+                query_valid=query_valid,
+            )
+            if divergence is not None:
+                return divergence
+        groups = query.shape[-3] // key.shape[-3]
+        keys = key.repeat_interleave(groups, dim=-3) if groups > 1 else key
+
+        def of_rows(first: int, stop: int) -> Divergence:
+            logits, rows = reference.dense_logits(
+                query[..., first:stop, :],
+                key,
+                mask=mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., first:stop, :],
+                is_causal=is_causal,
+                scale=scale,
+                query_offset=query_offset + first,
+            )
+            part = lse[..., first:stop].unsqueeze(-1)
+            log_p = logits - part.masked_fill(part.isneginf(), 0.0)
+            counted = query_valid
+            if query_valid is not None and query_valid.shape[-1] != 1:
+                counted = query_valid[..., first:stop]
+            return self._divergence(prior, log_p, rows, keys, counted)
+
+        queries = query.shape[-2]
+        return sum_over_row_blocks(of_rows, queries, rows_in_budget((*query.shape[:-1], key.shape[-2])))
+
+    def _divergence(
+        self, prior: PriorModule, log_p: Tensor, rows: Rows, keys: Tensor | None, query_valid: Tensor | None
+    ) -> Divergence:
+        """The divergence summed over entries, given the log of the mean weights; masked entries may hold anything."""
         log_prior: Tensor | None = None
         if prior.needs_keys:
             if keys is None:
@@ -249,7 +314,10 @@ class StochasticAttention(nn.Module):
         counted = rows.valid
         if query_valid is not None:
             counted = query_valid.unsqueeze(-1) if counted is None else counted & query_valid.unsqueeze(-1)
-        divergence = reduce_valid(entrywise(self.posterior.spec, spread, log_p, parameters), counted)
+        return reduce_valid(entrywise(self.posterior.spec, spread, log_p, parameters), counted)
+
+    def _record(self, divergence: Divergence, examples: int | None) -> None:
+        """Keep the divergence of one call. ``examples``: size of the batch, None where there is none."""
         term = KLTerm(divergence.total, divergence.entries, examples, torch.is_grad_enabled(), self.training)
         if self.tracked:
             if self.inside_forward:
@@ -271,8 +339,3 @@ class StochasticAttention(nn.Module):
 def _in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread, as torch.utils.checkpoint asks it."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _examples(logits: Tensor) -> int:
-    """Size of the batch of (…, H, Lq, Lk): its first dimension, or 1 where there is no batch."""
-    return logits.shape[0] if logits.dim() > 3 else 1
