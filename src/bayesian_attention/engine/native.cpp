@@ -110,32 +110,38 @@ INLINE float erfinv_tail(float w) {
     return 2.83297682f + p * w;
 }
 
-// What one draw adds to the logits of a tile, in base 2: spread * (a function of the noise alone).
+// Uniform numbers to the noise of a Weibull of shape 1, log(-log u), in base 2; in place.
+INLINE void weibull_tile(float* x, int count) {
+#pragma omp simd
+    for (int j = 0; j < count; j++) x[j] = minus_log2(x[j]);
+#pragma omp simd
+    for (int j = 0; j < count; j++) x[j] = log2_normal(x[j]) + LOG2_LN_2;
+}
+
+// Uniform numbers to normal ones over sqrt(2); in place.
+INLINE void normal_tile(float* x, int count) {
+    float w[TILE], central[TILE];
+#pragma omp simd
+    for (int j = 0; j < count; j++) w[j] = -LN_2 * log2_normal(4.0f * x[j] * (1.0f - x[j]));
+#pragma omp simd
+    for (int j = 0; j < count; j++) central[j] = erfinv_central(w[j]);
+#pragma omp simd
+    for (int j = 0; j < count; j++) {
+        const float quotient = w[j] < 5.0f ? central[j] : erfinv_tail(w[j]);
+        x[j] = quotient * (2.0f * x[j] - 1.0f);
+    }
+}
+
+// What one draw adds to the logits of a tile, in base 2: a function of the bits, times one of the spread.
 template <int FAMILY>
 INLINE void noise_tile(const uint32_t* keys, uint32_t first, uint32_t second, float spread, float* out, int count) {
-    if (FAMILY == WEIBULL) {  // log(-log u) / k, in base 2
-        const float rate = 1.0f / spread;
 #pragma omp simd
-        for (int j = 0; j < count; j++) out[j] = uniform(keys[j], first, second);
+    for (int j = 0; j < count; j++) out[j] = uniform(keys[j], first, second);
+    if (FAMILY == WEIBULL) weibull_tile(out, count);
+    else normal_tile(out, count);
+    const float factor = FAMILY == WEIBULL ? 1.0f / spread : spread * (float)(1.41421356237309505 * 1.44269504088896341);
 #pragma omp simd
-        for (int j = 0; j < count; j++) out[j] = minus_log2(out[j]);
-#pragma omp simd
-        for (int j = 0; j < count; j++) out[j] = (log2_normal(out[j]) + LOG2_LN_2) * rate;
-    } else {  // sqrt(2) erfinv(2u - 1) * sigma
-        const float scale = spread * (float)(1.41421356237309505 * 1.44269504088896341);
-        float u[TILE], w[TILE], central[TILE];
-#pragma omp simd
-        for (int j = 0; j < count; j++) u[j] = uniform(keys[j], first, second);
-#pragma omp simd
-        for (int j = 0; j < count; j++) w[j] = -LN_2 * log2_normal(4.0f * u[j] * (1.0f - u[j]));
-#pragma omp simd
-        for (int j = 0; j < count; j++) central[j] = erfinv_central(w[j]);
-#pragma omp simd
-        for (int j = 0; j < count; j++) {
-            const float quantile = w[j] < 5.0f ? central[j] : erfinv_tail(w[j]);
-            out[j] = quantile * (2.0f * u[j] - 1.0f) * scale;
-        }
-    }
+    for (int j = 0; j < count; j++) out[j] *= factor;
 }
 
 }  // namespace
@@ -428,12 +434,19 @@ void attention_backward(const Block* block, float* logits, const float* grad_wei
     }
 }
 
-// The functions of one number, for tests.
+// The functions of one number, for tests: 0 exp2, 1 -log2, 2 log2, 3 log2(-log u), 4 the normal quantile over sqrt(2).
 void evaluate(int function, const float* x, float* out, int64_t n) {
-    for (int64_t j = 0; j < n; j++) {
-        if (function == 0) out[j] = exp2_small(x[j]);
-        if (function == 1) out[j] = minus_log2(x[j]);
-        if (function == 2) out[j] = log2_normal(x[j]);
+    for (int64_t start = 0; start < n; start += TILE) {
+        const int count = n - start < TILE ? (int)(n - start) : TILE;
+        float* y = out + start;
+        for (int j = 0; j < count; j++) {
+            y[j] = x[start + j];
+            if (function == 0) y[j] = exp2_small(y[j]);
+            if (function == 1) y[j] = minus_log2(y[j]);
+            if (function == 2) y[j] = log2_normal(y[j]);
+        }
+        if (function == 3) weibull_tile(y, count);
+        if (function == 4) normal_tile(y, count);
     }
 }
 

@@ -11,6 +11,7 @@ part off.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -99,13 +100,25 @@ def _build() -> Path:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60)  # noqa: S603
     identity = [SOURCE.read_text(encoding="utf-8"), version.stdout, _processor(), *_COMMON, *map(str, _FLAGS)]
     digest = hashlib.sha256("\0".join([*compiler, *identity]).encode()).hexdigest()[:24]
-    target = _cache() / f"attention-{digest}.so"
+    name = f"attention-{digest}.so"
+    try:
+        return _built(compiler, _cache(), name)
+    except OSError:
+        # A home folder may be read-only, or not there: this process then builds for itself alone.
+        folder = Path(tempfile.mkdtemp(prefix="bayesian-attention-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return _built(compiler, folder, name)
+
+
+def _built(compiler: list[str], folder: Path, name: str) -> Path:
+    """The compiled file of this name in ``folder``, built if it is not there."""
+    target = folder / name
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     # Built under another name and renamed: processes that start together never see half a file.
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        built = Path(folder) / target.name
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        built = Path(scratch) / name
         for number, flags in enumerate(_FLAGS):
             command = [*compiler, *_COMMON, *flags, str(SOURCE), "-o", str(built)]
             try:
