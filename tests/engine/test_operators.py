@@ -40,7 +40,7 @@ def gradients(
 
 
 def assert_gradients_close(ours: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """To a tolerance relative to the largest entry of each."""
+    """To a tolerance relative to the largest entry of each, or to 1 where that is tiny: what cancels is no error."""
     assert ours.keys() == expected.keys()
     for name, grad in ours.items():
         size = float(expected[name].abs().max()) if expected[name].numel() else 0.0
@@ -48,7 +48,7 @@ def assert_gradients_close(ours: dict[str, Tensor], expected: dict[str, Tensor],
             grad.double(),
             expected[name].double(),
             rtol=0,
-            atol=tolerance * size + 1e-30,
+            atol=tolerance * max(size, 0.1),
             msg=f"gradient of {name}",
         )
 

@@ -89,7 +89,7 @@ def forward(
     return (
         output.view(problem.draws, *query.shape[:-1], dv),
         (sums.peak + sums.clean).view(query.shape[:-1]),
-        state.view(-1, *query.shape[:-1]),
+        state.view(state.shape[0], *query.shape[:-1]),
     )
 
 
@@ -171,19 +171,19 @@ def backward(
             grad_rows = place.take(grad_out[draw])
             grad_weights = torch.bmm(grad_rows, values.transpose(1, 2), out=buffers.take(1, shape))
             weights = buffers.take(2, shape) if several else logits
-            steps.backward(
-                place, draw, logits, grad_weights, weights, grad_logits, sums, dot, grad_lse, grad_spread
-            )
+            steps.backward(place, draw, logits, grad_weights, weights, grad_logits, sums, dot, grad_lse, grad_spread)
             grad_value[place.chunk_slice, : place.keys].baddbmm_(weights.transpose(1, 2), grad_rows)
         if grad_mask is not None:
             elementwise.add_to_mask(problem, place, grad_logits, grad_mask)
         grad_query[place.rows_index] = torch.bmm(grad_logits, keys).view(*place.shape, -1)
         grad_key[place.chunk_slice, : place.keys].baddbmm_(grad_logits.transpose(1, 2), queries)
+    if grad_spread is not None:
+        grad_spread = grad_spread.view(problem.draws, *query.shape[:-1]).sum((0, 1, 3)).to(spread.dtype)
     return (
         grad_query.mul_(scale).view(query.shape).to(query.dtype),
         grad_key.mul_(scale).view(key.shape).to(key.dtype),
         grad_value.view(value.shape).to(value.dtype),
-        None if grad_spread is None else grad_spread.view(-1, *query.shape[:-1]).sum((0, 1, 3)).to(spread.dtype),
+        grad_spread,
         None if grad_mask is None or mask is None else grad_mask.view(mask.shape).to(mask.dtype),
     )
 

@@ -130,7 +130,7 @@ class RowSums(NamedTuple):
     @staticmethod
     def of(state: Tensor, rows: tuple[int, int, int]) -> RowSums:
         """The sums within one tensor (2 + draws, …) over all rows."""
-        state = state.view(-1, *rows)
+        state = state.view(state.shape[0], *rows)
         return RowSums(state[0], state[1], state[2:])
 
 

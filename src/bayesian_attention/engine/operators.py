@@ -236,7 +236,7 @@ def fused_attention(
         spread = spread.to(dtype).expand(heads)
     else:
         spread = torch.full((heads,), spread, dtype=dtype, device=query.device)
-    first, second = (None, None) if words is None else (word.view(-1, *query.shape[:-1]) for word in words)
+    first, second = (None, None) if words is None else (word.view(len(word), *query.shape[:-1]) for word in words)
     output, lse, _ = attention_forward(
         query,
         key,
@@ -252,7 +252,7 @@ def fused_attention(
         query_offset,
     )
     if len(leading) != 1:
-        output = output.view(-1, *leading, heads, queries, value.shape[-1])
+        output = output.view(len(output), *leading, heads, queries, value.shape[-1])
         lse = lse.view(*leading, heads, queries)
     return output, lse
 
