@@ -125,7 +125,9 @@ def call(
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     query, key = 2 * normal(*batch, heads, queries, features), normal(*batch, kv_heads, keys, features)
-    prior = spec.build(posterior.prior_family, heads, features)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        prior = spec.build(posterior.prior_family, heads, features)
     for parameter in prior.parameters():
         parameter.data = parameter.data + 0.5 * normal(*parameter.shape)
     settings.setdefault("spread", torch.tensor(posterior.parameter, dtype=torch.float64))
@@ -149,4 +151,6 @@ def compare(one: Call, rtol: float = 1e-10) -> None:
     expected, found = one.gradients(dense.total), one.gradients(linear.total)
     for name, gradient in expected.items():
         size = gradient.abs().max().item() if gradient.numel() else 0.0
-        torch.testing.assert_close(found[name], gradient, rtol=0, atol=rtol * size + 1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], gradient, rtol=0, atol=rtol * size + 1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )

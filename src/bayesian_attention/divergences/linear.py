@@ -148,6 +148,7 @@ def _rows(
         valid = _with_keys(valid, key)
     if bias is not None:
         bias = double(_with_keys(bias, key))
+        bias = bias if valid is None else bias.masked_fill(~valid, 0.0)
     return LinearRows(
         query,
         key,

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from bayesian_attention.divergences.linear_rows import LinearRows
-from bayesian_attention.divergences.prefix import chunked, chunked_features
-from bayesian_attention.divergences.wide_algebra import double, gram, wide_matmul
+from bayesian_attention.divergences.prefix import chunked_features, earlier_squares
+from bayesian_attention.divergences.wide_algebra import double, gram, wide_product
 from bayesian_attention.priors import LogNormalParameters, PriorModule
+
+#: Rows in a chunk under a causal mask, at least.
+CHUNK = 64
 
 
 def lognormal_lognormal_rows(rows: LinearRows, sigma: float | Tensor, prior: PriorModule) -> Tensor:
@@ -22,15 +25,9 @@ def lognormal_lognormal_rows(rows: LinearRows, sigma: float | Tensor, prior: Pri
     N (log(σ₀/σ) − ½ + σ²/(2σ₀²)) + Σ_ij (μ_ij − μ₀_ij)² / (2σ₀²).
 
     Every prior has μ₀_ij = m_j − Z_i: a constant, or the score of the key less the log-sum-exp of the scores
-    that the row sees. For any reference points r and ρ, x_ij = scale q_i·(k_j − r) − (m_j − b_j − ρ) and
-    y_i = scale q_i·r − lse_i − σ²/2 + Z_i − ρ give μ_ij − μ₀_ij = x_ij + y_i, and
-
-    Σ_j (x_ij + y_i)² = scale² q_iᵀ G q_i − 2 scale q_i·u + V + 2 y_i (scale q_i·S − T) + n_i y_i²
-
-    with G, u, V, S and T the sums over j of k'k'ᵀ, t k', t², k' and t, where k' = k_j − r and
-    t = m_j − b_j − ρ. The mean key as r and the mean of m − b as ρ make everything as small as the
-    differences are. Under a causal mask the sums run over chunks of keys, and what a row sees of its own
-    chunk is summed entry by entry.
+    that the row sees. So μ_ij − μ₀_ij is the dot product of a vector of the row and a vector of the key,
+    see :func:`_factors`, and the squares of all dot products of two sets of vectors sum to the inner product
+    of their Gram matrices. Under a causal mask the Gram matrices of the keys are running sums over chunks.
 
     Args:
         rows: with ``scores`` where the prior is contextual.
@@ -40,82 +37,80 @@ def lognormal_lognormal_rows(rows: LinearRows, sigma: float | Tensor, prior: Pri
     Returns:
         Shape (), float64.
     """
-    # Of a contextual prior: the scores themselves, m_j; Z_i is in y_i.
+    # Of a contextual prior: the scores themselves, m_j; Z_i is a matter of the row.
     parameters = prior.distribution(rows.scores, rows.split_heads)
     if not isinstance(parameters, LogNormalParameters):
         raise TypeError(f"prior: {prior.spec} must give a lognormal; got {type(parameters).__name__}")
-    loc = rows.split_heads(parameters.loc) if not isinstance(parameters.loc, Tensor) else parameters.loc
-    prior_scale = parameters.scale if isinstance(parameters.scale, Tensor) else rows.split_heads(parameters.scale)
-    prior_scale, scale = prior_scale.to(rows.dtype), rows.split_heads(sigma)
+    prior_scale, scale = rows.split_heads(parameters.scale), rows.split_heads(sigma)
     visible = rows.visible()
     counting = rows.counting(visible)
+    row, key = _factors(rows, parameters.loc, scale, counting)
+    if rows.start is None:
+        squares = _pairs(row, key)
+    else:
+        squares = _earlier_pairs(row, key.narrowed(rows.start, rows.key.shape[-2]))
+        if rows.start:
+            squares = squares + _pairs(row, key.narrowed(0, rows.start))
     entries = (counting * visible).sum(-1, keepdim=True)
-    squares = _squares(rows, loc, scale, visible, counting).unsqueeze(-1)
-    flat = prior_scale.log() - scale.log() - 0.5 + scale**2 / (2.0 * prior_scale**2)
-    return (entries * flat + squares / (2.0 * prior_scale**2)).sum()
+    precision = 0.5 / prior_scale**2
+    flat = prior_scale.log() - scale.log() - 0.5 + precision * scale**2
+    return (entries * flat + precision * squares.unsqueeze(-1)).sum()
 
 
-class Moments(NamedTuple):
-    """Sums over keys: their number n, and G, S, u, T and V of :func:`lognormal_lognormal_rows`.
+class Factors(NamedTuple):
+    """One vector a row, or a key: ``factor`` times ``features`` (…, N, D), and ``extra`` (…, E, N) in float64."""
 
-    Shapes (…, 1), (…, D, D), (…, D), (…, D), (…, 1) and (…, 1).
+    features: Tensor
+    extra: Tensor
+    factor: float = 1.0
+
+    def narrowed(self, first: int, stop: int) -> Factors:
+        """The vectors from the first number up to the second."""
+        return Factors(self.features[..., first:stop, :], self.extra[..., first:stop], self.factor)
+
+    def joined(self) -> Tensor:
+        """(…, N, D + E), the dtype of the features."""
+        features = self.features if self.factor == 1.0 else self.features * self.factor
+        return torch.cat([features, self.extra.to(features.dtype).transpose(-1, -2)], dim=-1)
+
+
+def _factors(rows: LinearRows, loc: float | Tensor, sigma: Tensor, counting: Tensor) -> tuple[Factors, Factors]:
+    """Vectors of rows and of keys whose dot products are μ_ij − μ₀_ij.
+
+    For any reference points r and ρ these are (scale q_i, y_i, 1) and (k_j − r, 1, t_j), where
+    y_i = scale q_i·r − lse_i − σ²/2 + Z_i − ρ and t_j = b_j − m_j + ρ. The mean key as r and the mean of m − b as ρ
+    make everything as small as the differences are; where m − b is the same for all keys there is no t. A row
+    that does not count and a key that is not valid are 0.
     """
-
-    number: Tensor
-    gram: Tensor
-    key: Tensor
-    key_location: Tensor
-    location: Tensor
-    location_square: Tensor
-
-    @staticmethod
-    def of(key: Tensor, location: Tensor, present: Tensor) -> Moments:
-        """Of keys (…, K, D), locations (…, K) and weights 0 or 1 (…, K), the first two 0 where the third is."""
-        products = wide_matmul(torch.stack([present, location], dim=-2), key)
-        return Moments(
-            present.sum(-1, keepdim=True),
-            gram(key),
-            products[..., 0, :],
-            products[..., 1, :],
-            location.sum(-1, keepdim=True),
-            location.square().sum(-1, keepdim=True),
-        )
-
-    def squares(self, query: Tensor, y: Tensor, counting: Tensor, scale: float) -> Tensor:
-        """Σ_i Σ_j (x_ij + y_i)² over rows (…, R) that count; ``query`` is 0 where one does not."""
-        products = wide_matmul(query, torch.stack([self.key, self.key_location], dim=-1)) * scale
-        per_row = self.number * y.square() + 2.0 * y * (products[..., 0] - self.location)
-        per_row = per_row - 2.0 * products[..., 1] + self.location_square
-        quadratic = (self.gram * gram(query)).sum((-2, -1)) * scale**2
-        return quadratic + per_row.masked_fill(~counting, 0.0).sum(-1)
-
-
-def _squares(rows: LinearRows, loc: Tensor, sigma: Tensor, visible: Tensor, counting: Tensor) -> Tensor:
-    """Σ (μ_ij − μ₀_ij)² of each batch row and head, (…, H)."""
+    query, key, valid = rows.query, rows.key, rows.valid
     present = rows.key_weights()
-    number = present.sum(-1, keepdim=True).clamp_min(1.0)
-    # Reference points are constants: the sum does not depend on them.
+    # Reference points are constants: the result does not depend on them.
     with torch.no_grad():
-        centre = (present.to(rows.key.dtype).unsqueeze(-2) @ rows.key) / number.unsqueeze(-1).to(rows.key.dtype)
-    location = loc if rows.bias is None else loc - rows.bias
-    location = location.expand(present.shape)
-    with torch.no_grad():
-        reference = (location.detach() * present).sum(-1, keepdim=True) / number
-    key, location = rows.key - centre, location - reference
-    if rows.valid is not None:
-        key = key.masked_fill(~rows.valid.unsqueeze(-1), 0.0)
-        location = location.masked_fill(~rows.valid, 0.0)
-    query = rows.query
-    if rows.valid is not None or rows.counted is not None:
-        query = query.masked_fill(~counting.unsqueeze(-1), 0.0)
-    y = wide_matmul(query, double(centre).transpose(-1, -2)).squeeze(-1) * rows.scale
-    y = y - rows.lse.masked_fill(~counting, 0.0) - 0.5 * sigma**2 - reference
+        number = present.sum(-1, keepdim=True).clamp_min(1.0)
+        centre = _masked(key, valid).sum(-2, keepdim=True) / number.to(key.dtype).unsqueeze(-1)
+    y = double((query * centre).sum(-1)) * rows.rounded_scale()
+    y = y - rows.lse.masked_fill(~counting, 0.0) - 0.5 * sigma**2
+    extra_row, extra_key = [], [present]
+    if rows.scores is None and rows.bias is None:
+        y = y - loc
+    else:
+        location = (loc if rows.bias is None else loc - rows.bias) * present
+        with torch.no_grad():
+            reference = location.sum(-1, keepdim=True) / number
+        y = y - reference
+        extra_row, extra_key = [torch.ones_like(y)], [present, reference * present - location]
     if rows.scores is not None:
         y = y + _normalisers(rows)
-    y = y.masked_fill(~counting, 0.0)
-    if rows.start is None:
-        return Moments.of(key, location, present).squares(query, y, counting, rows.scale)
-    return _causal_squares(query, key, location, present, y, counting, rows.scale, rows.start)
+    extra = torch.stack([y, *extra_row], dim=-2)
+    key = _masked(key - centre, valid)
+    if rows.rows_left_out:
+        query, extra = _masked(query, counting), extra.masked_fill(~counting.unsqueeze(-2), 0.0)
+    return Factors(query, extra, rows.scale), Factors(key, torch.stack(extra_key, dim=-2))
+
+
+def _masked(x: Tensor, valid: Tensor | None) -> Tensor:
+    """(…, N, D), 0 where ``valid``, (…, N), is False."""
+    return x if valid is None else x.masked_fill(~valid.unsqueeze(-1), 0.0)
 
 
 def _normalisers(rows: LinearRows) -> Tensor:
@@ -127,41 +122,28 @@ def _normalisers(rows: LinearRows) -> Tensor:
     return rows.up_to_row(rows.scores.logcumsumexp(-1))
 
 
-def _causal_squares(
-    query: Tensor,
-    key: Tensor,
-    location: Tensor,
-    present: Tensor,
-    y: Tensor,
-    counting: Tensor,
-    scale: float,
-    start: int,
-) -> Tensor:
-    """Σ_i Σ_{j ≤ start + i} (x_ij + y_i)², (…, H), of R rows and start + R keys."""
-    length, features = query.shape[-2:]
-    # With a chunk no shorter than the number of features all G together are no larger than the keys.
-    chunk = min(max(64, features), length)
-    own_key = chunked_features(key[..., start:, :], chunk)
-    own_location, own_present = chunked(location[..., start:], chunk), chunked(present[..., start:], chunk)
-    query, y, counting = chunked_features(query, chunk), chunked(y, chunk), chunked(counting, chunk)
+def _pairs(row: Factors, key: Factors) -> Tensor:
+    """The sum of the squares of all dot products, (…), float64."""
+    rows, features = row.features.shape[-2:]
+    keys = key.features.shape[-2]
+    if rows * keys <= (rows + keys) * features:
+        # The products are fewer than the numbers in the vectors.
+        products = row.joined() @ key.joined().transpose(-1, -2)
+        return double(products.square().sum(-1)).sum(-1)
+    # The inner product of the two Gram matrices, block by block. The last block is what matters where all
+    # weights are alike; its terms are few, and it is computed in float64 throughout.
+    dtype, factor = row.features.dtype, row.factor
+    row_mixed = wide_product(row.extra.to(dtype), row.features)
+    key_mixed = wide_product(key.extra.to(dtype), key.features)
+    row_extra, key_extra = (x @ x.transpose(-1, -2) for x in (row.extra, key.extra))
+    mixed = (row_mixed * key_mixed).sum((-2, -1)) * (2.0 * factor)
+    extra = (row_extra * key_extra).sum((-2, -1))
+    return (gram(row.features) * gram(key.features)).sum((-2, -1)) * factor**2 + mixed + extra
 
-    sees = torch.ones(chunk, chunk, dtype=torch.bool, device=key.device).tril()
-    sees = sees & counting.unsqueeze(-1) & (own_present > 0).unsqueeze(-2)
-    x = (query * scale) @ own_key.transpose(-1, -2)
-    offsets = y.unsqueeze(-1) - own_location.unsqueeze(-2)
-    distance = (x + offsets.to(x.dtype)).masked_fill(~sees, 0.0)
-    inside = double(distance.square().sum(-1)).sum((-2, -1))
-    if length <= chunk and start == 0:
-        return inside
 
-    # Sums over the keys before each chunk: those that every row sees, and all earlier chunks.
-    earliest = Moments.of(key[..., :start, :], location[..., :start], present[..., :start])
-    chunks = Moments.of(own_key, own_location, own_present)
-    axis = y.dim() - 2
-    before = Moments(
-        *(
-            torch.cat([first.unsqueeze(axis), each.narrow(axis, 0, each.shape[axis] - 1)], axis).cumsum(axis)
-            for first, each in zip(earliest, chunks, strict=True)
-        )
-    )
-    return inside + before.squares(query, y, counting, scale).sum(-1)
+def _earlier_pairs(row: Factors, key: Factors) -> Tensor:
+    """The sum of the squares of the dot products of each row with the keys up to its place, (…), float64."""
+    length, features = row.features.shape[-2:]
+    # With a chunk no shorter than the number of features all Gram matrices are no larger than the vectors.
+    chunk = min(max(CHUNK, features), length)
+    return earlier_squares(chunked_features(row.joined(), chunk), chunked_features(key.joined(), chunk))

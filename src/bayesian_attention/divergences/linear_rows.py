@@ -55,6 +55,13 @@ class LinearRows:
         """The dtype of sums."""
         return double_of(self.query)
 
+    def rounded_scale(self) -> Tensor:
+        """``scale`` as the log-sum-exp saw it, rounded to the dtype of the queries: (), the dtype of sums.
+
+        The rounding is the same for all logits, and in a sum against the log-sum-exp it would not average out.
+        """
+        return torch.full((), self.scale, dtype=self.query.dtype, device=self.query.device).to(self.dtype)
+
     def split_heads(self, per_head: float | Tensor) -> Tensor:
         """A number, or one a head (H,), in the dtype of sums and the shape that broadcasts against (…, H, R)."""
         if isinstance(per_head, Tensor):

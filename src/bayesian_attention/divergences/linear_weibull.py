@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from bayesian_attention.divergences.linear_rows import LinearRows
-from bayesian_attention.divergences.prefix import EXCLUDED, log_gamma_prefix_sums, prefix_dots, prefix_means
+from bayesian_attention.divergences.prefix import EXCLUDED, earlier_dots, log_gamma_prefix_sums, prefix_means
 from bayesian_attention.divergences.weibull_gamma import EULER
-from bayesian_attention.divergences.wide_algebra import double, wide_matmul, wide_sum
+from bayesian_attention.divergences.wide_algebra import double, wide_product, wide_sum
 from bayesian_attention.priors import GammaParameters, PriorModule
 
 
@@ -69,29 +69,35 @@ def _weighted_keys(
     elif rows.rows_left_out or rows.bias is not None:
         cross = _cross(rows, rows.key_weights(), weights)
     else:
-        cross = rows.scale * (wide_sum(rows.query) * wide_sum(rows.key)).sum(-1)
+        cross = rows.rounded_scale() * (wide_sum(rows.query) * wide_sum(rows.key)).sum(-1)
     visible = rows.visible()
     return alpha * visible, (alpha.squeeze(-1) * cross).sum(), torch.lgamma(alpha) * visible, rate
 
 
 def _cross(rows: LinearRows, key_weights: Tensor, row_weights: Tensor) -> Tensor:
     """Σ_i Σ_j u_i v_j φ_ij, (…, H), for weights u (…, H, R) and v (…, H, K)."""
-    queries = wide_matmul(row_weights.unsqueeze(-2), rows.query)
-    keys = wide_matmul(key_weights.unsqueeze(-2), rows.key)
-    cross = rows.scale * (queries * keys).sum((-2, -1))
+    queries, keys = _weighted_sum(row_weights, rows.query), _weighted_sum(key_weights, rows.key)
+    cross = rows.rounded_scale() * (queries * keys).sum(-1)
     if rows.bias is not None:
         cross = cross + row_weights.sum(-1) * (key_weights * rows.bias).sum(-1)
     return cross
 
 
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """Σ_j weights_j values_j, (…, D), float64, of weights (…, N) and values (…, N, D)."""
+    return wide_product(weights.to(values.dtype).unsqueeze(-2), values).squeeze(-2)
+
+
 def _causal_cross(rows: LinearRows, row_weights: Tensor) -> Tensor:
-    """Σ_i Σ_j u_i φ_ij, (…, H), over the valid keys that each row sees."""
+    """Σ_i Σ_j u_i φ_ij, (…, H), over the valid keys that each row sees, for weights u of 0 and 1."""
     start, length = rows.start or 0, rows.query.shape[-2]
-    key = rows.key if rows.valid is None else rows.key * rows.valid.unsqueeze(-1)
-    sums = rows.scale * prefix_dots(rows.query, key[..., start:, :])
+    key = rows.key if rows.valid is None else rows.key.masked_fill(~rows.valid.unsqueeze(-1), 0.0)
+    query = rows.query
+    if rows.rows_left_out:
+        query = query.masked_fill(row_weights.unsqueeze(-1) == 0, 0.0)
+    cross = rows.rounded_scale() * earlier_dots(query, key[..., start:, :])
     if rows.bias is not None:
-        sums = sums + rows.bias[..., start:].cumsum(-1)
-    cross = (row_weights * sums).sum(-1)
+        cross = cross + (row_weights * rows.bias[..., start:].cumsum(-1)).sum(-1)
     if start:
         early = rows.narrowed(0, length, start, None)
         cross = cross + _cross(early, early.key_weights(), row_weights)
@@ -124,13 +130,13 @@ def _causal_contextual(
     if start:
         # The keys that every row sees, and the first row's own, become one key: their mean and total.
         first = finite[..., start : start + 1]
-        shares = (scores[..., : start + 1] - first).exp().unsqueeze(-2)
-        mean = wide_matmul(shares, values[..., : start + 1, :]).to(values.dtype)
+        shares = (scores[..., : start + 1] - first).exp()
+        mean = _weighted_sum(shares, values[..., : start + 1, :]).to(values.dtype).unsqueeze(-2)
         values = torch.cat([mean, values[..., start + 1 :, :]], dim=-2)
         scores = torch.cat([log_sums[..., start : start + 1], scores[..., start + 1 :]], dim=-1)
         finite = finite[..., start:]
     means = prefix_means(scores, finite, values)
-    logits = double((rows.query * means[..., : rows.query.shape[-1]]).sum(-1)) * rows.scale
+    logits = double((rows.query * means[..., : rows.query.shape[-1]]).sum(-1)) * rows.rounded_scale()
     if rows.bias is not None:
         logits = logits + means[..., -1]
     mass = torch.full((1, 1), rate, dtype=rows.dtype, device=rows.query.device)

@@ -7,12 +7,13 @@ over hundreds, so nothing here divides by one maximum for all rows: early keys w
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesian_attention.divergences.wide_algebra import double, double_of, wide_matmul, wide_sum
+from bayesian_attention.divergences.wide_algebra import double, double_of, wide_sum
 from bayesian_attention.priors.base import SMALLEST_CONCENTRATION
 
 #: The score of a key that is not valid: finite, so that differences of two are no NaN.
@@ -36,25 +37,94 @@ _LONG_SERIES = (
 )  # fmt: skip
 
 
-def prefix_dots(query: Tensor, key: Tensor) -> Tensor:
-    """Σ_{j ≤ i} query_i · key_j for every i.
+def earlier_dots(query: Tensor, key: Tensor) -> Tensor:
+    """Σ_i Σ_{j ≤ i} query_i · key_j.
 
-    Within a chunk of keys by a dense triangular block; what lies before the chunk by its sum, in float64.
+    Within a chunk by a dense triangular block; what lies before the chunk by its sum, in float64.
 
     Args:
         query: (…, N, D), float32 or float64.
         key: the shape and dtype of ``query``.
 
     Returns:
-        (…, N), float64.
+        (…), float64.
     """
-    length = query.shape[-2]
     q, k = chunked_features(query, CHUNK), chunked_features(key, CHUNK)
-    inside = (q @ k.transpose(-1, -2)).tril().sum(-1)
-    # The first chunk has nothing before it.
-    before = F.pad(wide_sum(k[..., :-1, :, :]).cumsum(-2), (0, 0, 1, 0))
-    outside = wide_matmul(q, before.unsqueeze(-1)).squeeze(-1)
-    return (double(inside) + outside).flatten(-2)[..., :length]
+    inside = double((q @ k.transpose(-1, -2)).tril().sum((-2, -1))).sum(-1)
+    if q.shape[-3] == 1:
+        return inside
+    before = wide_sum(k[..., :-1, :, :]).cumsum(-2)
+    return inside + (wide_sum(q[..., 1:, :, :]) * before).sum((-2, -1))
+
+
+def earlier_squares(a: Tensor, b: Tensor) -> Tensor:
+    """Σ_i Σ_{j ≤ i} (a_i·b_j)².
+
+    Within a chunk by a dense triangular block; what lies before the chunk by the sum of its Gram matrices, in
+    float64.
+
+    Args:
+        a: (…, chunks, C, E), float32 or float64, C of the size of E.
+        b: the shape and dtype of ``a``.
+
+    Returns:
+        (…), float64.
+    """
+    # Compilers differentiate the plain operations; eager mode would keep a dozen copies for that.
+    return _earlier_squares(a, b) if torch.compiler.is_compiling() else _EarlierSquares.apply(a, b)
+
+
+def _earlier_squares(a: Tensor, b: Tensor) -> Tensor:
+    own = (a @ b.transpose(-1, -2)).tril()
+    squares = double(own.square().sum(-1)).sum((-2, -1))
+    if a.shape[-3] == 1:
+        return squares
+    before = _running(_grams(b[..., :-1, :, :]))
+    return squares + double((_grams(a[..., 1:, :, :]) * before).sum(-1)).sum((-2, -1))
+
+
+def _grams(x: Tensor) -> Tensor:
+    return x.transpose(-1, -2) @ x
+
+
+def _running(x: Tensor) -> Tensor:
+    """(…, chunks, E, E): running sums over chunks, added up in float64."""
+    return x.cumsum(-3, dtype=double_of(x)).to(x.dtype)
+
+
+def _remaining(x: Tensor) -> Tensor:
+    """(…, chunks, E, E): the sum from each on, added up in float64."""
+    return _running(x.flip(-3)).flip(-3)
+
+
+def _padded(x: Tensor, front: int, back: int) -> Tensor:
+    """(…, chunks, C, E) with chunks of zeros in front of the others or behind them."""
+    return F.pad(x, (0, 0, 0, 0, front, back))
+
+
+class _EarlierSquares(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return _earlier_squares(a, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        twice = (2.0 * grad).to(a.dtype)[..., None, None, None]
+        own = (a @ b.transpose(-1, -2)).tril()
+        grad_a, grad_b = own @ b, own.transpose(-1, -2) @ a
+        if a.shape[-3] > 1:
+            # The first chunk has nothing before it, the last is before nothing.
+            from_before = a[..., 1:, :, :] @ _running(_grams(b[..., :-1, :, :]))
+            from_after = b[..., :-1, :, :] @ _remaining(_grams(a[..., 1:, :, :]))
+            grad_a, grad_b = grad_a + _padded(from_before, 1, 0), grad_b + _padded(from_after, 0, 1)
+        return twice * grad_a, twice * grad_b
 
 
 def chunked(x: Tensor, size: int, value: float = 0.0) -> Tensor:

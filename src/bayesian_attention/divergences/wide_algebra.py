@@ -1,4 +1,9 @@
-"""Sums over many rows in double precision, without keeping double-precision copies for the backward pass."""
+"""Sums over many rows: blocks in the dtype of the input, the blocks added up in float64.
+
+A sum over thousands of rows cancels and wants float64; converting all its terms would take longer than
+adding them up. A short block rounds no worse than a single logit does. Each gradient of such a sum is one
+product or a short sum, which the dtype of the input serves as well.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+#: Rows in a block of a sum or of a product of weights and features: equal terms, which all round alike, are
+#: common there, so that it is short.
+_SHORT = 16
+
+#: Rows in a block of a product of features and features.
+_LONG = 256
 
 
 def double_of(x: Tensor) -> torch.dtype:
@@ -18,24 +30,33 @@ def double(x: Tensor) -> Tensor:
     return x.to(double_of(x))
 
 
-def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Product a @ b, accumulated in float64; the gradients are computed in the narrower of the two dtypes.
-
-    A sum over thousands of keys cancels and wants float64; each of its gradients is a single product or a
-    short sum, which float32 serves as well as it serves the logits.
+def wide_sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension but one.
 
     Args:
-        a: (…, M, N), float32 or float64.
-        b: (…, N, P), of the same batch shape as ``a``.
+        x: (…, N, D), float32 or float64.
 
     Returns:
-        (…, M, P), float64.
+        (…, D), float64.
     """
-    return _WideMatmul.apply(a, b)
+    return _sum(x) if torch.compiler.is_compiling() else _WideSum.apply(x)
+
+
+def wide_product(weights: Tensor, x: Tensor) -> Tensor:
+    """Product of weights and x, a sum over rows.
+
+    Args:
+        weights: (…, E, N), float32 or float64, E small.
+        x: (…, N, D), of the batch shape and dtype of ``weights``.
+
+    Returns:
+        (…, E, D), float64.
+    """
+    return _product(weights, x) if torch.compiler.is_compiling() else _WideProduct.apply(weights, x)
 
 
 def gram(x: Tensor) -> Tensor:
-    """Product xᵀx, accumulated in float64; the gradient is computed in the dtype of ``x``.
+    """Product xᵀx, a sum over rows.
 
     Args:
         x: (…, N, D), float32 or float64.
@@ -43,18 +64,66 @@ def gram(x: Tensor) -> Tensor:
     Returns:
         (…, D, D), float64.
     """
-    return _Gram.apply(x)
+    return _gram(x) if torch.compiler.is_compiling() else _Gram.apply(x)
 
 
-def wide_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension but one, in float64."""
-    return x.sum(-2, dtype=double_of(x))
+# What follows is written once with plain operations, which compilers differentiate and fuse, and once more
+# with its gradient, which spares eager mode the copies that the gradients of slices are.
 
 
-class _WideMatmul(torch.autograd.Function):
+def _blocks(x: Tensor, size: int) -> list[Tensor]:
+    """(…, N, D) → whole blocks (…, n, size, D) and the rows that are left (…, 1, r, D), unless there are none."""
+    length = x.shape[-2]
+    whole = length // size * size
+    if x.dtype == torch.float64 or whole == 0:
+        return [x.unsqueeze(-3)]
+    if whole == length:
+        return [x.unflatten(-2, (-1, size))]
+    return [x[..., :whole, :].unflatten(-2, (-1, size)), x[..., whole:, :].unsqueeze(-3)]
+
+
+def _added(sums: list[Tensor]) -> Tensor:
+    """Sums of blocks, each (…, n, P, Q), added up in float64."""
+    first, *rest = (x.sum(-3, dtype=double_of(x)) if x.shape[-3] > 1 else double(x.squeeze(-3)) for x in sums)
+    return first + rest[0] if rest else first
+
+
+def _sum(x: Tensor) -> Tensor:
+    return _added([block.sum(-2, keepdim=True) for block in _blocks(x, _SHORT)]).squeeze(-2)
+
+
+def _product(weights: Tensor, x: Tensor) -> Tensor:
+    blocks = zip(_blocks(weights.transpose(-1, -2), _SHORT), _blocks(x, _SHORT), strict=True)
+    return _added([block.transpose(-1, -2) @ other for block, other in blocks])
+
+
+def _gram(x: Tensor) -> Tensor:
+    return _added([block.transpose(-1, -2) @ block for block in _blocks(x, _LONG)])
+
+
+class _WideSum(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        return double(a) @ double(b)
+    def forward(x: Tensor) -> Tensor:
+        return _sum(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.like = inputs[0].shape, inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        shape, dtype = ctx.like
+        return grad.to(dtype).unsqueeze(-2).expand(shape)
+
+
+class _WideProduct(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weights: Tensor, x: Tensor) -> Tensor:
+        return _product(weights, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -62,19 +131,19 @@ class _WideMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        a, b = ctx.saved_tensors
-        dtype = _narrower(a, b)
-        grad = grad.to(dtype)
-        grad_a = (grad @ b.to(dtype).transpose(-1, -2)).to(a.dtype) if ctx.needs_input_grad[0] else None
-        grad_b = (a.to(dtype).transpose(-1, -2) @ grad).to(b.dtype) if ctx.needs_input_grad[1] else None
-        return grad_a, grad_b
+        weights, x = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        grad_weights = grad @ x.transpose(-1, -2) if ctx.needs_input_grad[0] else None
+        grad_x = weights.transpose(-1, -2) @ grad if ctx.needs_input_grad[1] else None
+        return grad_weights, grad_x
 
 
 class _Gram(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        x = double(x)
-        return x.transpose(-1, -2) @ x
+        return _gram(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -84,7 +153,3 @@ class _Gram(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return x @ (grad + grad.transpose(-1, -2)).to(x.dtype)
-
-
-def _narrower(a: Tensor, b: Tensor) -> torch.dtype:
-    return b.dtype if a.dtype == torch.float64 else a.dtype

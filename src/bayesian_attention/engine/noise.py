@@ -30,7 +30,7 @@ from __future__ import annotations
 import numbers
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 _M1 = 0x7FEB352D
 _M2 = 0x846CA68B - (1 << 32)  # as a signed 32-bit integer
@@ -175,9 +175,12 @@ def new_seed() -> Tensor:
     """A fresh seed, int64 of shape (), drawn from PyTorch's global CPU generator.
 
     ``torch.manual_seed`` therefore rules, and activation checkpointing, which restores that generator,
-    replays the same noise.
+    replays the same noise. Training scripts give all ranks of a process group the same seed; the rank enters
+    here, so that examples at the same place in the batches of two ranks do not share their noise.
     """
-    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    return derive_seed(seed, rank) if rank else seed
 
 
 def derive_seed(seed: int | Tensor, *coordinates: int) -> Tensor:
