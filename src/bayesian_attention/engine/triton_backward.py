@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Device side of the Triton backend: the kernels of the backward pass.
+"""Device side of the Triton backend: the gradient of the logits, and the kernel for keys and values.
 
 With w the sampled and p the clean weights, recomputed tile by tile from the log-sum-exps and the same counter:
 dφ = Σ_draws w (dO·v − D) + dlse p with D = dO·O. Every gradient has one program that owns it and sums in a fixed
@@ -9,17 +9,8 @@ order, so nothing is atomic and two runs give the same bits.
 import triton
 import triton.language as tl
 
-from bayesian_attention.engine.triton_forward import (
-    LN2,
-    LOG2E,
-    key_words,
-    keys_seen,
-    load_tile,
-    load_words,
-    masked_logits,
-    noise_factor,
-    unit_noise,
-)
+from bayesian_attention.engine.triton_forward import load_tile, masked_logits
+from bayesian_attention.engine.triton_noise import LN2, key_words, load_words, noise_factor, unit_noise
 
 
 @triton.jit
@@ -63,10 +54,9 @@ def row_dots_kernel(
 
 
 @triton.jit
-def load_log_total(pointers, rows, row_count):
-    """A log-sum-exp in units of log 2; +∞ for rows that do not exist or see no key, so that their weights are 0."""
-    total = tl.load(pointers + rows, mask=rows < row_count, other=float("-inf"))
-    return tl.where(total == float("-inf"), float("inf"), total * LOG2E)
+def load_draw_total(pointers, rows, row_count):
+    """The log-sum-exp of a draw over the pivot; +∞ for rows that do not exist, so that their weights are 0."""
+    return tl.load(pointers + rows, mask=rows < row_count, other=float("inf"))
 
 
 @triton.jit
@@ -79,7 +69,6 @@ def logit_gradient(
     factor,
     draw_total,
     delta,
-    clean_total,
     grad_lse,
     family: tl.constexpr,
     fast_noise: tl.constexpr,
@@ -88,16 +77,15 @@ def logit_gradient(
     """Sampled weights, gradient of the logits, its part that came through the draw, and the unit noise.
 
     Args:
-        x: clean logits in units of log 2, −∞ where the key is out.
+        x: clean logits over the pivot in units of log 2, −∞ where the key is out.
         grad_weights: dO·v.
         row_first: noise words of the rows, shaped to broadcast against the tile, as all that follows.
         row_second: likewise.
         key_word: noise words of the keys.
         factor: of the unit noise.
-        draw_total: log-sum-exp of the perturbed logits, from :func:`load_log_total`.
+        draw_total: log-sum-exp of the perturbed logits over the pivot.
         delta: D.
-        clean_total: log-sum-exp of the clean logits.
-        grad_lse: its gradient.
+        grad_lse: gradient of the log-sum-exp of the clean logits.
         family: of the posterior.
         fast_noise: whether the noise is made with the hardware's logarithm.
         with_lse: whether ``grad_lse`` counts.
@@ -111,10 +99,11 @@ def logit_gradient(
     drawn = w * (grad_weights - delta)
     total = drawn
     if with_lse:
+        # The pivot is the clean log-sum-exp. Rows that do not exist have a gradient of 0.
         if family == "softmax":
             total += w * grad_lse
         else:
-            total += tl.exp2(x - clean_total) * grad_lse
+            total += tl.exp2(x) * grad_lse
     return w, total, drawn, noise
 
 
@@ -130,8 +119,7 @@ def key_value_kernel(
     grad_output,
     grad_lse,
     delta,
-    lse,
-    lse_draw,
+    state,
     grad_key,
     grad_value,
     query_batch_stride,
@@ -223,6 +211,7 @@ def key_value_kernel(
             mask_base = mask + batch * mask_batch_stride + head * mask_head_stride
         clean_base = (batch * head_count + head) * row_count
         draw_base = ((sample * batch_count + batch) * head_count + head) * row_count
+        draw_state = state + (((sample + 1) * batch_count + batch) * head_count + head) * row_count
         wide_rows = first_row + columns.to(tl.int64)
         query_pointers = (
             query + batch * query_batch_stride + head * query_head_stride
@@ -238,14 +227,14 @@ def key_value_kernel(
             g = load_tile(
                 grad_pointers, rows, row_count, value_feature, value_features, block_value_features, even_rows
             )
+            pivot = tl.load(state + clean_base + rows, mask=rows < row_count, other=0.0)[None, :]
             x = masked_logits(
-                tl.dot(k, tl.trans(q), input_precision="ieee"), scale, mask_base, mask_row_stride, mask_key_stride,
+                tl.dot(k, tl.trans(q), input_precision="ieee"), scale, pivot,
+                mask_base, mask_row_stride, mask_key_stride,
                 rows[None, :], keys[:, None], row_count, key_count, query_offset, mask_kind, is_causal, even_keys,
             )  # fmt: skip
-            clean_total = 0.0
             slope = 0.0
             if with_lse:
-                clean_total = load_log_total(lse + clean_base, rows, row_count)[None, :]
                 slope = tl.load(grad_lse + clean_base + rows, mask=rows < row_count, other=0.0)
                 slope = tl.where(sample == 0, slope, 0.0)[None, :]
             w, total, _, _ = logit_gradient(
@@ -255,9 +244,8 @@ def key_value_kernel(
                 load_words(second + draw_base, rows, row_count, family)[None, :],
                 key_word,
                 factor,
-                load_log_total(lse_draw + draw_base, rows, row_count)[None, :],
+                load_draw_total(draw_state, rows, row_count)[None, :],
                 tl.load(delta + draw_base + rows, mask=rows < row_count, other=0.0)[None, :],
-                clean_total,
                 slope,
                 family,
                 fast_noise,
@@ -280,317 +268,3 @@ def key_value_kernel(
         dv.to(grad_value.dtype.element_ty),
         mask=inside & (value_feature[None, :] < value_features),
     )
-
-
-@triton.jit
-def query_kernel(
-    query,
-    key,
-    value,
-    first,
-    second,
-    spread,
-    mask,
-    grad_output,
-    grad_lse,
-    delta,
-    lse,
-    lse_draw,
-    grad_query,
-    noise_dots,
-    query_batch_stride,
-    query_head_stride,
-    query_row_stride,
-    query_feature_stride,
-    key_batch_stride,
-    key_head_stride,
-    key_row_stride,
-    key_feature_stride,
-    value_batch_stride,
-    value_head_stride,
-    value_row_stride,
-    value_feature_stride,
-    mask_batch_stride,
-    mask_head_stride,
-    mask_row_stride,
-    mask_key_stride,
-    grad_sample_stride,
-    grad_batch_stride,
-    grad_head_stride,
-    grad_row_stride,
-    grad_feature_stride,
-    sample_count,
-    batch_count,
-    head_count,
-    group_size,
-    row_count,
-    key_count,
-    scale,
-    query_offset,
-    family: tl.constexpr,
-    fast_noise: tl.constexpr,
-    mask_kind: tl.constexpr,
-    is_causal: tl.constexpr,
-    with_lse: tl.constexpr,
-    with_spread: tl.constexpr,
-    features: tl.constexpr,
-    value_features: tl.constexpr,
-    block_features: tl.constexpr,
-    block_value_features: tl.constexpr,
-    even_keys: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_keys: tl.constexpr,
-):
-    """Gradient of one block of queries of one head, summed over draws and keys.
-
-    With ``with_spread`` also, a row, the sum of dφ times the natural unit noise, from which the host makes the
-    gradient of the spread.
-    """
-    block_count = tl.cdiv(row_count, block_rows)
-    block = tl.program_id(0) % block_count
-    rest = tl.program_id(0) // block_count
-    if is_causal:
-        block = block_count - 1 - block
-    head = (rest % head_count).to(tl.int64)
-    batch = (rest // head_count).to(tl.int64)
-
-    rows = block * block_rows + tl.arange(0, block_rows)
-    wide_rows = rows.to(tl.int64)
-    columns = tl.arange(0, block_keys)
-    wide_columns = columns.to(tl.int64)
-    feature = tl.arange(0, block_features)
-    value_feature = tl.arange(0, block_value_features)
-    inside = rows < row_count
-    wide_step = tl.full((), block_keys, tl.int64)
-
-    query += batch * query_batch_stride + head * query_head_stride
-    key += batch * key_batch_stride + (head // group_size) * key_head_stride
-    value += batch * value_batch_stride + (head // group_size) * value_head_stride
-    grad_output += batch * grad_batch_stride + head * grad_head_stride
-    if mask_kind != "none":
-        mask += batch * mask_batch_stride + head * mask_head_stride
-    clean_base = (batch * head_count + head) * row_count
-    factor = noise_factor(spread, head, family)
-
-    q = load_tile(
-        query + wide_rows[:, None] * query_row_stride + feature[None, :] * query_feature_stride,
-        rows, row_count, feature, features, block_features, False,
-    )  # fmt: skip
-    clean_total = 0.0
-    clean_slope = 0.0
-    if with_lse:
-        clean_total = load_log_total(lse + clean_base, rows, row_count)[:, None]
-        clean_slope = tl.load(grad_lse + clean_base + rows, mask=inside, other=0.0)[:, None]
-    dq = tl.zeros((block_rows, block_features), tl.float32)
-    dots = tl.zeros((block_rows,), tl.float32)
-    seen = keys_seen((block + 1) * block_rows, key_count, query_offset, is_causal)
-
-    for turn in range(0, sample_count):
-        sample = tl.cast(turn, tl.int64)
-        draw_base = ((sample * batch_count + batch) * head_count + head) * row_count
-        g = load_tile(
-            grad_output + sample * grad_sample_stride
-            + wide_rows[:, None] * grad_row_stride + value_feature[None, :] * grad_feature_stride,
-            rows, row_count, value_feature, value_features, block_value_features, False,
-        )  # fmt: skip
-        row_first = load_words(first + draw_base, rows, row_count, family)[:, None]
-        row_second = load_words(second + draw_base, rows, row_count, family)[:, None]
-        draw_total = load_log_total(lse_draw + draw_base, rows, row_count)[:, None]
-        row_delta = tl.load(delta + draw_base + rows, mask=inside, other=0.0)[:, None]
-        slope = clean_slope
-        if with_lse:
-            slope = tl.where(turn == 0, clean_slope, 0.0)
-        key_pointers = key + wide_columns[:, None] * key_row_stride + feature[None, :] * key_feature_stride
-        value_pointers = (
-            value + wide_columns[:, None] * value_row_stride + value_feature[None, :] * value_feature_stride
-        )
-        for start in range(0, seen, block_keys):
-            keys = start + columns
-            k = load_tile(key_pointers, keys, key_count, feature, features, block_features, even_keys)
-            v = load_tile(
-                value_pointers, keys, key_count, value_feature, value_features, block_value_features, even_keys
-            )
-            x = masked_logits(
-                tl.dot(q, tl.trans(k), input_precision="ieee"), scale, mask, mask_row_stride, mask_key_stride,
-                rows[:, None], keys[None, :], row_count, key_count, query_offset, mask_kind, is_causal, even_keys,
-            )  # fmt: skip
-            _, total, drawn, noise = logit_gradient(
-                x, tl.dot(g, tl.trans(v), input_precision="ieee"), row_first, row_second, key_words(keys)[None, :],
-                factor, draw_total, row_delta, clean_total, slope, family, fast_noise, with_lse,
-            )  # fmt: skip
-            if with_spread:
-                dots += tl.sum(drawn * noise, 1)
-            dq = tl.dot(total.to(k.dtype), k, dq, input_precision="ieee")
-            key_pointers += wide_step * key_row_stride
-            value_pointers += wide_step * value_row_stride
-
-    tl.store(
-        grad_query + (clean_base + wide_rows[:, None]) * features + feature[None, :],
-        (dq * (scale * LN2)).to(grad_query.dtype.element_ty),
-        mask=inside[:, None] & (feature[None, :] < features),
-    )
-    if with_spread:
-        tl.store(noise_dots + clean_base + rows, dots * LN2, mask=inside)
-
-
-@triton.jit
-def mask_kernel(
-    query,
-    key,
-    value,
-    first,
-    second,
-    spread,
-    mask,
-    grad_output,
-    grad_lse,
-    delta,
-    lse,
-    lse_draw,
-    grad_mask,
-    query_batch_stride,
-    query_head_stride,
-    query_row_stride,
-    query_feature_stride,
-    key_batch_stride,
-    key_head_stride,
-    key_row_stride,
-    key_feature_stride,
-    value_batch_stride,
-    value_head_stride,
-    value_row_stride,
-    value_feature_stride,
-    mask_batch_stride,
-    mask_head_stride,
-    mask_row_stride,
-    mask_key_stride,
-    grad_sample_stride,
-    grad_batch_stride,
-    grad_head_stride,
-    grad_row_stride,
-    grad_feature_stride,
-    mask_batches,
-    mask_heads,
-    sample_count,
-    batch_count,
-    head_count,
-    group_size,
-    row_count,
-    key_count,
-    scale,
-    query_offset,
-    family: tl.constexpr,
-    fast_noise: tl.constexpr,
-    is_causal: tl.constexpr,
-    with_lse: tl.constexpr,
-    sum_rows: tl.constexpr,
-    sum_keys: tl.constexpr,
-    features: tl.constexpr,
-    value_features: tl.constexpr,
-    block_features: tl.constexpr,
-    block_value_features: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_keys: tl.constexpr,
-):
-    """Gradient of one tile of an additive mask, summed over everything the mask broadcasts along.
-
-    A pass of its own, because each program must own its tile: the mask of one example may have one tile for all
-    heads (a loop over heads here), or one row for all queries (a loop over rows).
-    """
-    row_blocks = 1 if sum_rows else tl.cdiv(row_count, block_rows)
-    key_blocks = 1 if sum_keys else tl.cdiv(key_count, block_keys)
-    first_keys = tl.program_id(0) % key_blocks * block_keys
-    rest = tl.program_id(0) // key_blocks
-    first_rows = rest % row_blocks * block_rows
-    rest = rest // row_blocks
-    mask_head = (rest % mask_heads).to(tl.int64)
-    mask_batch = (rest // mask_heads).to(tl.int64)
-    heads_each = head_count // mask_heads
-    batches_each = batch_count // mask_batches
-    rows_end = row_count if sum_rows else first_rows + 1
-    keys_end = key_count if sum_keys else first_keys + 1
-
-    feature = tl.arange(0, block_features)
-    value_feature = tl.arange(0, block_value_features)
-    tile = tl.zeros((block_rows, block_keys), tl.float32)
-
-    for turn in range(0, batches_each * heads_each * sample_count):
-        sample = tl.cast(turn % sample_count, tl.int64)
-        head = mask_head * heads_each + turn // sample_count % heads_each
-        batch = mask_batch * batches_each + turn // (sample_count * heads_each)
-        factor = noise_factor(spread, head, family)
-        clean_base = (batch * head_count + head) * row_count
-        draw_base = ((sample * batch_count + batch) * head_count + head) * row_count
-        mask_base = mask + batch * mask_batch_stride + head * mask_head_stride
-        for row_start in range(first_rows, rows_end, block_rows):
-            rows = row_start + tl.arange(0, block_rows)
-            wide_rows = rows.to(tl.int64)
-            inside = rows < row_count
-            q = load_tile(
-                query + batch * query_batch_stride + head * query_head_stride
-                + wide_rows[:, None] * query_row_stride + feature[None, :] * query_feature_stride,
-                rows, row_count, feature, features, block_features, False,
-            )  # fmt: skip
-            g = load_tile(
-                grad_output + sample * grad_sample_stride + batch * grad_batch_stride + head * grad_head_stride
-                + wide_rows[:, None] * grad_row_stride + value_feature[None, :] * grad_feature_stride,
-                rows, row_count, value_feature, value_features, block_value_features, False,
-            )  # fmt: skip
-            row_first = load_words(first + draw_base, rows, row_count, family)[:, None]
-            row_second = load_words(second + draw_base, rows, row_count, family)[:, None]
-            draw_total = load_log_total(lse_draw + draw_base, rows, row_count)[:, None]
-            row_delta = tl.load(delta + draw_base + rows, mask=inside, other=0.0)[:, None]
-            clean_total = 0.0
-            slope = 0.0
-            if with_lse:
-                clean_total = load_log_total(lse + clean_base, rows, row_count)[:, None]
-                slope = tl.load(grad_lse + clean_base + rows, mask=inside, other=0.0)
-                slope = tl.where(sample == 0, slope, 0.0)[:, None]
-            seen = keys_seen(row_start + block_rows, key_count, query_offset, is_causal)
-            for key_start in range(first_keys, tl.minimum(keys_end, seen), block_keys):
-                keys = key_start + tl.arange(0, block_keys)
-                wide_keys = keys.to(tl.int64)
-                k = load_tile(
-                    key + batch * key_batch_stride + (head // group_size) * key_head_stride
-                    + wide_keys[:, None] * key_row_stride + feature[None, :] * key_feature_stride,
-                    keys, key_count, feature, features, block_features, False,
-                )  # fmt: skip
-                v = load_tile(
-                    value + batch * value_batch_stride + (head // group_size) * value_head_stride
-                    + wide_keys[:, None] * value_row_stride + value_feature[None, :] * value_feature_stride,
-                    keys, key_count, value_feature, value_features, block_value_features, False,
-                )  # fmt: skip
-                x = masked_logits(
-                    tl.dot(q, tl.trans(k), input_precision="ieee"), scale, mask_base, mask_row_stride,
-                    mask_key_stride, rows[:, None], keys[None, :], row_count, key_count, query_offset,
-                    "additive", is_causal, False,
-                )  # fmt: skip
-                _, total, _, _ = logit_gradient(
-                    x, tl.dot(g, tl.trans(v), input_precision="ieee"), row_first, row_second,
-                    key_words(keys)[None, :], factor, draw_total, row_delta, clean_total, slope, family, fast_noise, with_lse,
-                )  # fmt: skip
-                tile += total
-
-    base = mask_batch * mask_heads + mask_head
-    rows = first_rows + tl.arange(0, block_rows)
-    keys = first_keys + tl.arange(0, block_keys)
-    if sum_rows and sum_keys:
-        tl.store(grad_mask + base, tl.sum(tl.sum(tile, 1), 0).to(grad_mask.dtype.element_ty))
-    elif sum_rows:
-        tl.store(
-            grad_mask + base * key_count + keys,
-            tl.sum(tile, 0).to(grad_mask.dtype.element_ty),
-            mask=keys < key_count,
-        )
-    elif sum_keys:
-        tl.store(
-            grad_mask + base * row_count + rows,
-            tl.sum(tile, 1).to(grad_mask.dtype.element_ty),
-            mask=rows < row_count,
-        )
-    else:
-        tl.store(
-            grad_mask + (base * row_count + rows.to(tl.int64)[:, None]) * key_count + keys[None, :],
-            tile.to(grad_mask.dtype.element_ty),
-            mask=(rows[:, None] < row_count) & (keys[None, :] < key_count),
-        )

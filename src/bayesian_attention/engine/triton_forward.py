@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Device side of the Triton backend: noise, logits, and the forward kernel.
+"""Device side of the Triton backend: tiles of logits, and the forward kernel.
 
 Inside the kernels logits are in units of log 2, so that ``exp2`` and ``log2``, which the hardware has, need no
 further multiplication. What is stored (the log-sum-exps) is in natural units.
@@ -10,143 +10,11 @@ indices: the kernel for the gradients of keys holds its tiles transposed, and sh
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 from bayesian_attention.engine.reference import MASKED_BELOW as _MASKED_BELOW
+from bayesian_attention.engine.triton_noise import LN2, LOG2E, key_words, load_words, noise_factor, unit_noise
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 MASKED_BELOW = tl.constexpr(_MASKED_BELOW)
-
-# The constants of engine/noise.py, unsigned.
-_M1 = tl.constexpr(0x7FEB352D)
-_M2 = tl.constexpr(0x846CA68B)
-_LANE1 = tl.constexpr(0xA54FF53A)
-_STEP0 = tl.constexpr(0x9E3779B1)
-
-
-@triton.jit
-def key_words(position):
-    """One uint32 word a key position: ``noise.key_words``."""
-    x = position.to(tl.uint32) * _STEP0 + _LANE1
-    x = (x ^ (x >> 16)) * _M1
-    x = (x ^ (x >> 15)) * _M2
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def random_bits(first, second, keys):
-    """The bits of every entry, uint32: ``noise.bits``."""
-    x = keys ^ first
-    x = (x ^ (x >> 16)) * _M1
-    x = (x ^ (x >> 15) ^ second) * _M2
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def uniform(bits):
-    """(n + ½)·2⁻²³ with n the upper 23 bits: ``noise.uniform``, exact.
-
-    With n as the mantissa of a number in [1, 2), one subtraction is left; a conversion from integers runs at an
-    eighth of its speed.
-    """
-    return ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
-
-
-@triton.jit
-def log2(x, fast: tl.constexpr):
-    """Binary logarithm; ``fast`` is the hardware's, off by up to 2⁻²² in absolute terms near 1, in one instruction.
-
-    The library's takes some twenty, mostly for arguments that do not occur here.
-    """
-    if fast:
-        result = libdevice.fast_log2f(x)
-    else:
-        result = tl.log2(x)
-    return result
-
-
-@triton.jit
-def exponential_near_zero(t):
-    """−log(1 − t) for t up to ⅛, with its relative precision: seven terms of the series."""
-    tail = t * (1 / 7) + 1 / 6
-    tail = tail * t + 1 / 5
-    tail = tail * t + 1 / 4
-    tail = tail * t + 1 / 3
-    tail = tail * t + 1 / 2
-    return t * t * tail + t
-
-
-@triton.jit
-def exponential(u, fast: tl.constexpr):
-    """−log u, with its relative precision also near u = 1, for it is the logarithm of this that is used."""
-    if fast:
-        result = tl.where(u > 0.875, exponential_near_zero(1.0 - u), log2(u, True) * -LN2)
-    else:
-        result = -tl.log(u)
-    return result
-
-
-@triton.jit
-def normal_quantile(u, fast: tl.constexpr):
-    """√2 erfinv(2u − 1), to 1e-6 of its value.
-
-    Source: Giles, "Approximating the erfinv function", GPU Computing Gems Jade, 2010: the single-precision
-    polynomials. 1 − u is exact here, so w = −log(1 − x²) keeps its digits at both ends.
-    """
-    w = log2(4.0 * u * (1.0 - u), fast) * -LN2
-    t = w - 2.5
-    centre = 2.81022636e-08 * t + 3.43273939e-07
-    centre = centre * t - 3.5233877e-06
-    centre = centre * t - 4.39150654e-06
-    centre = centre * t + 0.00021858087
-    centre = centre * t - 0.00125372503
-    centre = centre * t - 0.00417768164
-    centre = centre * t + 0.246640727
-    centre = centre * t + 1.50140941
-    # Next to u = ½, a rounded w may be below 0: the root is NaN there, and not selected.
-    t = tl.sqrt(w) - 3.0
-    tail = -0.000200214257 * t + 0.000100950558
-    tail = tail * t + 0.00134934322
-    tail = tail * t - 0.00367342844
-    tail = tail * t + 0.00573950773
-    tail = tail * t - 0.0076224613
-    tail = tail * t + 0.00943887047
-    tail = tail * t + 1.00167406
-    tail = tail * t + 2.83297682
-    return tl.where(w < 5.0, centre, tail) * ((2.0 * u - 1.0) * 1.4142135623730951)
-
-
-@triton.jit
-def unit_noise(first, second, keys, family: tl.constexpr, fast: tl.constexpr):
-    """The noise of spread 1 in units of log 2: log₂ of a standard exponential draw, or a normal draw."""
-    u = uniform(random_bits(first, second, keys))
-    if family == "weibull":
-        noise = log2(exponential(u, fast), fast)
-    else:
-        noise = normal_quantile(u, fast) * LOG2E
-    return noise
-
-
-@triton.jit
-def noise_factor(spread, head, family: tl.constexpr):
-    """What multiplies :func:`unit_noise` for this head."""
-    factor = 1.0
-    if family == "weibull":
-        factor = 1.0 / tl.load(spread + head)
-    elif family == "lognormal":
-        factor = tl.load(spread + head)
-    return factor
-
-
-@triton.jit
-def load_words(words, rows, queries, family: tl.constexpr):
-    """Noise words of rows as uint32; zeros for the softmax, which has none."""
-    if family == "softmax":
-        loaded = tl.zeros_like(rows).to(tl.uint32)
-    else:
-        loaded = tl.load(words + rows, mask=rows < queries, other=0).to(tl.uint32, bitcast=True)
-    return loaded
 
 
 @triton.jit
@@ -177,6 +45,7 @@ def load_tile(pointers, rows, limit, features, feature_count: tl.constexpr, bloc
 def masked_logits(
     products,
     scale,
+    pivot,
     mask,
     mask_row_stride,
     mask_key_stride,
@@ -189,11 +58,12 @@ def masked_logits(
     is_causal: tl.constexpr,
     even_keys: tl.constexpr,
 ):
-    """Logits in units of log 2, −∞ where the key is out.
+    """Logits over the pivot in units of log 2, −∞ where the key is out.
 
     Args:
         products: tile of q·k.
         scale: factor of the products, log₂ e included.
+        pivot: what to subtract, shaped to broadcast against the tile; here, where it joins a multiplication.
         mask: address of the mask's first entry for this batch row and head.
         mask_row_stride: from row to row of the mask, 0 where it broadcasts.
         mask_key_stride: from key to key.
@@ -206,7 +76,7 @@ def masked_logits(
         is_causal: keys up to the row's position only.
         even_keys: whether all keys of every tile exist.
     """
-    x = products * scale
+    x = products * scale - pivot
     if mask_kind != "none":
         entries = tl.load(
             mask + rows.to(tl.int64) * mask_row_stride + keys.to(tl.int64) * mask_key_stride,
@@ -217,7 +87,9 @@ def masked_logits(
             if entries.dtype != tl.float64:
                 entries = entries.to(tl.float32)
             # Compared so that NaN stays in.
-            x = tl.where(entries <= MASKED_BELOW, float("-inf"), x + entries.to(tl.float32) * LOG2E)
+            out = entries <= MASKED_BELOW
+            x += tl.where(out, 0.0, entries).to(tl.float32) * LOG2E
+            x = tl.where(out, float("-inf"), x)
         else:
             x = tl.where(entries != 0, x, float("-inf"))
     if is_causal:
@@ -249,9 +121,9 @@ def online_maximum(peak, x):
 
 @triton.jit
 def log_total(peak, total):
-    """Natural log-sum-exp from the maximum (units of log 2) and the sum over it; −∞ for an empty row."""
+    """Log-sum-exp in units of log 2 from the maximum and the sum over it; 0 for an empty row."""
     empty = total == 0.0
-    return tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+    return tl.where(empty, 0.0, peak + tl.log2(tl.where(empty, 1.0, total)))
 
 
 @triton.jit(do_not_specialize=["first_sample"])
@@ -265,7 +137,7 @@ def forward_kernel(
     mask,
     output,
     lse,
-    lse_draw,
+    state,
     query_batch_stride,
     query_head_stride,
     query_row_stride,
@@ -305,11 +177,17 @@ def forward_kernel(
 ):
     """One block of rows of one head of one draw: output and log-sum-exps, in one pass over the keys.
 
+    ``state`` is what the backward pass needs, in units of log 2: a pivot a row, which is the log-sum-exp of the clean
+    logits, and for each draw that of the perturbed ones over the pivot. The difference is small and exact to its own
+    size, so that weights recomputed from it are normalised however large the logits; 0 stands in for rows that see no
+    key, whose logits are all −∞.
+
     Draws are programs of their own. To share the logits among draws, a program would hold an accumulator a draw,
     and registers have room for one; what a draw costs is its noise, and that cannot be shared.
 
     The clean and the perturbed logits each have a running maximum: the noise of a small Weibull shape reaches
-    −166, so the maximum of the one is no safe pivot for the other. ``with_lse`` is for the first draw alone.
+    −166, so the maximum of the one is no safe base for the other. ``with_lse`` is for the first draw alone; the others
+    are launched after it and read its pivot.
     """
     block_count = tl.cdiv(row_count, block_rows)
     block = tl.program_id(0) % block_count
@@ -360,7 +238,7 @@ def forward_kernel(
         keys = start + columns
         k = load_tile(key_pointers, keys, key_count, feature, features, block_features, even_keys)
         x = masked_logits(
-            tl.dot(q, tl.trans(k), input_precision="ieee"), scale, mask, mask_row_stride, mask_key_stride,
+            tl.dot(q, tl.trans(k), input_precision="ieee"), scale, 0.0, mask, mask_row_stride, mask_key_stride,
             rows[:, None], keys[None, :], row_count, key_count, query_offset, mask_kind, is_causal, even_keys,
         )  # fmt: skip
         if family != "softmax":
@@ -382,9 +260,14 @@ def forward_kernel(
         accumulator.to(output.dtype.element_ty),
         mask=inside[:, None] & (value_feature[None, :] < value_features),
     )
-    tl.store(lse_draw + draw_base + rows, log_total(peak, total), mask=inside)
+    empty = total == 0.0
     if with_lse:
-        if family == "softmax":
-            tl.store(lse + clean_base + rows, log_total(peak, total), mask=inside)
-        else:
-            tl.store(lse + clean_base + rows, log_total(clean_peak, clean_total), mask=inside)
+        pivot = log_total(peak, total)
+        if family != "softmax":
+            pivot = log_total(clean_peak, clean_total)
+        tl.store(state + clean_base + rows, pivot, mask=inside)
+        tl.store(lse + clean_base + rows, tl.where(empty, float("-inf"), pivot * LN2), mask=inside)
+    else:
+        pivot = tl.load(state + clean_base + rows, mask=inside, other=0.0)
+    state_base = (((sample + 1) * batch_count + batch) * head_count + head) * row_count
+    tl.store(state + state_base + rows, tl.where(empty, 0.0, log_total(peak - pivot, total)), mask=inside)

@@ -2,7 +2,7 @@
 
 The scheme is FlashAttention's (Dao, "FlashAttention-2", 2023), with the noise made in registers where it is
 needed, forward and again backward, from the words of the row and the position of the key. The kernels are in
-triton_forward.py and triton_backward.py; this is the host side.
+triton_forward.py, triton_backward.py and triton_query.py, the noise in triton_noise.py; this is the host side.
 
 Products run on tensor cores for float16 and bfloat16 and in full float32 otherwise, with sums in float32. All
 results are deterministic.
@@ -20,9 +20,13 @@ import torch
 import triton
 from torch import Tensor
 
-from bayesian_attention.engine import triton_backward, triton_forward
+from bayesian_attention.engine import triton_backward, triton_forward, triton_query
 
 _LOG2E = 1 / math.log(2)
+
+#: Whether the kernels run in Triton's interpreter, on any device: TRITON_INTERPRET=1 stood in the environment when
+#: Triton was imported.
+INTERPRETED = not isinstance(triton_forward.forward_kernel, triton.JITFunction)
 
 #: Widest head that fits: a tile of 16 rows of it, twice buffered, and its gradients.
 MAX_FEATURES = 256
@@ -44,11 +48,13 @@ class Launch(NamedTuple):
     stages: int
 
 
-# By the widest head that an entry serves.
-_FORWARD = {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 4, 2)}
-_KEY_VALUE = {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 8, 2), 256: Launch(32, 32, 4, 1)}
-_QUERY = {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 8, 2), 256: Launch(32, 32, 4, 1)}
-_FULL = {64: Launch(64, 32, 4, 2), 128: Launch(32, 32, 4, 1), 256: Launch(16, 32, 4, 1)}
+# By the widest head that an entry serves. Noise takes registers: smaller tiles keep more warps in flight.
+_MEAN = {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)}
+_FORWARD = {64: Launch(64, 64, 4, 3), 128: Launch(64, 32, 4, 2), 256: Launch(64, 32, 8, 2)}
+_KEY_VALUE = {64: Launch(64, 64, 4, 2), 128: Launch(32, 64, 4, 2), 256: Launch(32, 32, 4, 1)}
+_QUERY = {64: Launch(64, 64, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(32, 32, 4, 1)}
+# Products in full float32 run outside of the tensor cores, on operands that lie in registers whole.
+_FULL = {64: Launch(32, 32, 4, 1), 128: Launch(32, 32, 8, 1), 256: Launch(16, 16, 4, 1)}
 
 
 def _launch(table: dict[int, Launch], dtype: torch.dtype, widest: int, blocks: tuple[int, int] | None) -> Launch:
@@ -82,9 +88,14 @@ class _Problem:
         is_causal: bool,
         query_offset: int,
     ) -> None:
+        if torch.float64 in (query.dtype, key.dtype, value.dtype):
+            raise NotImplementedError(
+                "query, key, value: the Triton backend computes in float32 and takes no float64; "
+                "backend='blockwise' does"
+            )
         self.dtype = query.dtype if query.dtype == key.dtype == value.dtype else torch.float32
-        if self.dtype == torch.bfloat16 and query.device.type == "cpu":
-            self.dtype = torch.float32  # Triton's interpreter has no products of bfloat16
+        if self.dtype == torch.bfloat16 and INTERPRETED:
+            self.dtype = torch.float32  # the interpreter has no products of bfloat16
         # Mixed dtypes are rare, and a copy of them is of the size of the input.
         self.query, self.key, self.value = (x.to(self.dtype) for x in (query, key, value))
         self.batch, self.heads, self.rows, self.features = query.shape
@@ -96,17 +107,18 @@ class _Problem:
                 f"query, value: the Triton backend takes up to {MAX_FEATURES} features a head; got {widest}; "
                 "backend='blockwise' has no limit"
             )
-        # The hardware's logarithm moves the noise by 1e-6, below what half precision sees. AMD's has another name.
-        self.fast_noise = self.dtype != torch.float32 and query.is_cuda and torch.version.hip is None
+        # The hardware's logarithm moves the noise by 2e-5, below what half precision sees. AMD's has another name.
+        self.fast_noise = self.dtype != torch.float32 and not INTERPRETED and torch.version.hip is None
         self.widest = _power_of_two(widest)
         self.samples = 1 if first is None else first.shape[0]
         self.family = family
         # Kernels take an address for each argument; what a family does not need is never read.
         self.first = query if first is None else first.contiguous()
         self.second = query if second is None else second.contiguous()
-        self.spread = spread.contiguous() if isinstance(spread, Tensor) else query
+        self.spread = spread.to(torch.float32).contiguous()
         self.mask_kind = "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive"
-        self.mask, self.mask_strides = query, (0, 0, 0, 0)
+        self.mask = query
+        self.mask_strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
             # A size of 1 broadcasts, whatever its stride.
             strides = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
@@ -181,7 +193,7 @@ def forward(
         value: (B, Hkv, Lk, Dv).
         first: int32 (S, B, H, Lq), the first noise word of each row and draw; None for "softmax".
         second: the second, likewise.
-        spread: float32 (H,): the shape of "weibull", the scale of "lognormal".
+        spread: (H,): the shape of "weibull", the scale of "lognormal".
         mask: None, boolean (True: attend) or additive, four-dimensional, each size full or 1.
         family: "softmax", "weibull" or "lognormal".
         scale: factor of the dot products.
@@ -190,11 +202,12 @@ def forward(
         blocks: rows and keys of a tile, powers of two of at least 16, in place of the tuned ones; for tests.
 
     Returns:
-        Output (S, B, H, Lq, Dv) in the dtype of ``value``; float32 log-sum-exps of the clean logits (B, H, Lq)
-        and of the perturbed ones (S, B, H, Lq), −∞ where a row sees no key.
+        Output (S, B, H, Lq, Dv) in the dtype of ``value`` (S = 1 for "softmax"), log-sum-exp of the clean logits
+        (B, H, Lq), −∞ where a row sees no key, and what :func:`backward` needs of each row (1 + S, B, H, Lq); the
+        last two are float32.
 
     Raises:
-        NotImplementedError: heads of more than :data:`MAX_FEATURES` features.
+        NotImplementedError: heads of more than :data:`MAX_FEATURES` features, or float64.
     """
     problem = _Problem(
         query, key, value, first, second, spread, mask,
@@ -203,10 +216,10 @@ def forward(
     shape = (problem.samples, problem.batch, problem.heads, problem.rows)
     output = value.new_empty((*shape, problem.value_features))
     lse = query.new_empty(shape[1:], dtype=torch.float32)
-    lse_draw = query.new_empty(shape, dtype=torch.float32)
+    state = query.new_empty((1 + problem.samples, *shape[1:]), dtype=torch.float32)
     if lse.numel() == 0:
-        return output, lse, lse_draw
-    launch = _launch(_FORWARD, problem.dtype, problem.widest, blocks)
+        return output, lse, state
+    launch = _launch(_MEAN if family == "softmax" else _FORWARD, problem.dtype, problem.widest, blocks)
     if blocks is None:
         # A decoding step has few rows, and tiles of more would compute on nothing.
         launch = launch._replace(rows=min(launch.rows, _power_of_two(problem.rows)))
@@ -217,12 +230,12 @@ def forward(
             if count == 0:
                 continue
             triton_forward.forward_kernel[(programs * count,)](
-                problem.query, problem.key, problem.value, *problem.words_and_mask, output, lse, lse_draw,
+                problem.query, problem.key, problem.value, *problem.words_and_mask, output, lse, state,
                 *problem.strides, *problem.sizes, problem.scale, problem.query_offset, start,
                 mask_kind=problem.mask_kind, with_lse=start == 0, even_keys=problem.keys % launch.keys == 0,
                 **problem.settings(launch),
             )  # fmt: skip
-    return output, lse, lse_draw
+    return output, lse, state
 
 
 def backward(
@@ -236,8 +249,7 @@ def backward(
     spread: Tensor,
     mask: Tensor | None,
     output: Tensor,
-    lse: Tensor,
-    lse_draw: Tensor,
+    state: Tensor,
     *,
     family: str,
     scale: float,
@@ -260,8 +272,7 @@ def backward(
         spread: likewise.
         mask: likewise.
         output: what ``forward`` returned.
-        lse: likewise.
-        lse_draw: likewise.
+        state: likewise.
         family: likewise.
         scale: likewise.
         is_causal: likewise.
@@ -271,8 +282,8 @@ def backward(
         blocks: likewise.
 
     Returns:
-        Gradients of query, key and value in their dtypes; of the spread, float32 (H,), or None; of the mask in
-        its shape and dtype, or None.
+        Gradients of query, key, value, spread and mask, of their shapes and dtypes; the last two are None where
+        not asked for.
     """
     problem = _Problem(
         query, key, value, first, second, spread, mask,
@@ -280,7 +291,7 @@ def backward(
     )  # fmt: skip
     spread_grad = spread_grad and family != "softmax"
     mask_grad = mask_grad and problem.mask_kind == "additive"
-    if lse.numel() == 0 or problem.keys == 0:
+    if state.numel() == 0 or problem.keys == 0:
         return (
             torch.zeros_like(query),
             torch.zeros_like(key),
@@ -289,19 +300,19 @@ def backward(
             torch.zeros_like(mask) if mask_grad and mask is not None else None,
         )
     grad_output = grad_output.to(problem.dtype)
-    output, lse, lse_draw = output.contiguous(), lse.contiguous(), lse_draw.contiguous()
+    output, state = output.contiguous(), state.contiguous()
     with_lse = grad_lse is not None
-    slope = lse if grad_lse is None else grad_lse.contiguous()
-    delta = torch.empty_like(lse_draw)
+    slope = state if grad_lse is None else grad_lse.contiguous()
+    delta = torch.empty_like(state[1:])
     grads = {
         name: torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for name, x in (("query", query), ("key", key), ("value", value))
     }
-    noise_dots = torch.empty_like(lse) if spread_grad else lse
+    noise_dots = torch.empty_like(state[0]) if spread_grad else state
     grad_mask: Tensor | None = None
 
     tensors = (
-        problem.query, problem.key, problem.value, *problem.words_and_mask, grad_output, slope, delta, lse, lse_draw
+        problem.query, problem.key, problem.value, *problem.words_and_mask, grad_output, slope, delta, state
     )  # fmt: skip
     strides = (*problem.strides, *grad_output.stride())
     sizes = (problem.samples, *problem.sizes, problem.scale, problem.query_offset)
@@ -323,7 +334,7 @@ def backward(
         )  # fmt: skip
 
         launch = _launch(_QUERY, problem.dtype, problem.widest, blocks)
-        triton_backward.query_kernel[(triton.cdiv(problem.rows, launch.rows) * planes,)](
+        triton_query.query_kernel[(triton.cdiv(problem.rows, launch.rows) * planes,)](
             *tensors, grads["query"], noise_dots, *strides, *sizes,
             mask_kind=problem.mask_kind, with_lse=with_lse, with_spread=spread_grad,
             even_keys=problem.keys % launch.keys == 0, **problem.settings(launch),
@@ -336,7 +347,7 @@ def backward(
             programs = mask.shape[0] * mask.shape[1]
             programs *= 1 if sum_rows else triton.cdiv(problem.rows, launch.rows)
             programs *= 1 if sum_keys else triton.cdiv(problem.keys, launch.keys)
-            triton_backward.mask_kernel[(programs,)](
+            triton_query.mask_kernel[(programs,)](
                 *tensors, grad_mask, *strides, *mask.shape[:2], *sizes,
                 with_lse=with_lse, sum_rows=sum_rows, sum_keys=sum_keys, **problem.settings(launch),
             )  # fmt: skip
@@ -346,5 +357,6 @@ def backward(
         # Unit noise n: Weibull adds n/k to the logit, LogNormal adds σn.
         grad_spread = noise_dots.sum((0, 2))
         if family == "weibull":
-            grad_spread = -grad_spread / spread.square()
+            grad_spread = -grad_spread / problem.spread.square()
+        grad_spread = grad_spread.to(spread.dtype)
     return grads["query"], grads["key"], grads["value"], grad_spread, grad_mask
