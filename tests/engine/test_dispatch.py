@@ -538,11 +538,12 @@ def test_checkpointing_replays_the_noise(seed, reentrant):
         assert torch.equal(x, y)
 
 
-def test_compiled_attention_is_the_same():
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+def test_compiled_attention_is_the_same(backend):
     # The tracing compiler alone, which needs no C++ compiler and takes seconds.
-    compiled = torch.compile(attend, fullgraph=False, backend="aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     q, k, v = (x.requires_grad_() for x in qkv(queries=7))
-    options = {"is_causal": True, "seed": torch.tensor(-3)}
+    options = {"is_causal": True, "seed": torch.tensor(-3), "backend": backend}
     output, lse = compiled(q, k, v, Weibull(2.0), **options)
     expected, expected_lse = attend(q, k, v, Weibull(2.0), **options)
     close(output, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from bayesian_attention.engine import AttentionOutput, attend
 from bayesian_attention.posteriors import LogNormal, Posterior, PosteriorParameter, Softmax, Weibull
 from tests.engine.inputs import LEARNED, qkv, randn, random_mask
+from tests.engine.interpreter import interpreted
 
 FAMILIES = [Weibull(2.0), LogNormal(0.7), Softmax()]
 
@@ -54,10 +56,14 @@ def assert_gradients_close(ours: dict[str, Tensor], expected: dict[str, Tensor],
 
 
 def compare(
-    posterior: Posterior, tensors: dict[str, Tensor | None], output_tolerance: float = 1e-5, **options: Any
+    posterior: Posterior,
+    tensors: dict[str, Tensor | None],
+    output_tolerance: float = 1e-5,
+    backend: str = "blockwise",
+    **options: Any,
 ) -> None:
-    """Blockwise in the tensors' own dtype, against the reference in float64."""
-    ours, our_grads = gradients(posterior, tensors, backend="blockwise", **options)
+    """A backend in the tensors' own dtype, against the reference in float64."""
+    ours, our_grads = gradients(posterior, tensors, backend=backend, **options)
     expected, grads = gradients(posterior, tensors, dtype=torch.float64, backend="reference", **options)
     value = tensors["value"]
     assert value is not None
@@ -125,14 +131,9 @@ class _Attend(torch.nn.Module):
         return attend(q, k, v, self.module, mask=mask, **self.options)
 
 
-@given(st.data())
-@settings(max_examples=150, deadline=None, derandomize=True)
-def test_any_attention_by_blocks(data):
-    """Shapes, masks, dtypes, scales and seeds at random: outputs to 1e-5, gradients to 1e-4 of the largest."""
-    draw = data.draw
+def compare_any(draw: Any, backend: str, queries: list[int], keys: list[int]) -> None:
+    """A call at random: shapes, masks, dtypes, scales and seeds."""
     kv_heads, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    queries = draw(st.sampled_from([1, 2, 5, 17, 70]))
-    keys = draw(st.sampled_from([1, 2, 7, 33, 300]))
     batch = draw(st.sampled_from([(), (1,), (2,), (2, 2)]))
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16]))
     logit_size = draw(st.sampled_from([0.1, 1.0, 30.0, 1e4]))
@@ -151,8 +152,9 @@ def test_any_attention_by_blocks(data):
             ]
         )
     )
-    q, k, v = qkv(batch, heads, kv_heads, queries, keys, draw(st.integers(1, 9)), draw(st.integers(1, 9)), dtype=dtype)
-    size = (*batch, heads, queries, keys)
+    lengths = draw(st.sampled_from(queries)), draw(st.sampled_from(keys))
+    q, k, v = qkv(batch, heads, kv_heads, *lengths, draw(st.integers(1, 9)), draw(st.integers(1, 9)), dtype=dtype)
+    size = (*batch, heads, *lengths)
     # Masks broadcast in any dimension.
     mask_size = [draw(st.sampled_from([1, n])) for n in size]
     kind = draw(st.sampled_from(["none", "boolean", "additive"]))
@@ -176,4 +178,20 @@ def test_any_attention_by_blocks(data):
     tensors = {"query": q, "key": k, "value": v, "mask": mask}
     # The output is rounded to half precision, and so is its gradient's way back.
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
-    compare(posterior, tensors, tolerance, **options)
+    compare(posterior, tensors, tolerance, backend, **options)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_any_attention_by_blocks(data):
+    """Outputs to 1e-5, gradients to 1e-4 of the largest."""
+    compare_any(data.draw, "blockwise", [1, 2, 5, 17, 70], [1, 2, 7, 33, 300])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@given(st.data())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_any_attention_by_triton(data):
+    """Likewise, in Triton's interpreter."""
+    with interpreted():
+        compare_any(data.draw, "triton", [1, 2, 5, 17, 40], [1, 2, 7, 33, 50])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,38 +14,20 @@ from bayesian_attention.engine import blockwise, reference
 from bayesian_attention.engine.elementwise import FAMILIES
 from bayesian_attention.engine.rows import DenseRows, NoiseAddress
 from tests.engine.inputs import randn, random_mask
+from tests.engine.interpreter import DEVICE, interpreted
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 tl = triton.language
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-
-def interpret(patch: pytest.MonkeyPatch) -> None:
-    """Have functions that are compiled from here on interpreted instead.
-
-    Triton reads the variable when a function is decorated. Its own were decorated when it was imported, which other
-    tests may have caused long ago.
-    """
-    patch.setenv("TRITON_INTERPRET", "1")
-    interpreted = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
-    replaced: dict[str, Any] = {}
-    for module in (tl, tl.standard):
-        for name, value in vars(module).copy().items():
-            if isinstance(value, triton.JITFunction):
-                setattr(module, name, replaced.setdefault(name, interpreted(value.fn)))
-
-
-# The variable is set in this module alone: with it, backend="triton" is open to tensors on the CPU.
+# Tensors on the CPU are for the interpreter alone.
 @pytest.fixture(autouse=True)
-def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+def _interpreted() -> Iterator[None]:
+    with interpreted():
+        yield
 
 
-with pytest.MonkeyPatch.context() as _patch:
-    if DEVICE.type == "cpu":
-        interpret(_patch)
+with interpreted():
     from bayesian_attention.engine import triton_kernel, triton_noise
 
     @triton.jit
