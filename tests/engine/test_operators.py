@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -45,10 +45,13 @@ def assert_gradients_close(ours: dict[str, Tensor], expected: dict[str, Tensor],
     """To a tolerance relative to the largest entry of each, or to 1 where that is tiny: what cancels is no error."""
     assert ours.keys() == expected.keys()
     for name, grad in ours.items():
-        size = float(expected[name].abs().max()) if expected[name].numel() else 0.0
+        # A gradient may be too large for float16, and is infinite then.
+        largest = torch.finfo(grad.dtype).max
+        bounded = expected[name].double().clamp(-largest, largest)
+        size = float(bounded.abs().max()) if grad.numel() else 0.0
         torch.testing.assert_close(
-            grad.double(),
-            expected[name].double(),
+            grad.double().clamp(-largest, largest),
+            bounded,
             rtol=0,
             atol=tolerance * max(size, 0.1),
             msg=f"gradient of {name}",
@@ -170,11 +173,11 @@ def compare_any(draw: Any, backend: str, queries: list[int], keys: list[int]) ->
     options = {"is_causal": draw(st.booleans()), "scale": draw(st.sampled_from([None, 0.5])), "seed": seed}
     if options["is_causal"]:
         options["query_offset"] = draw(st.sampled_from([None, 0, -1, 3]))
-    # Exact products: large logits lose digits in float32 before any attention is computed.
-    q = (q * logit_size).round() if logit_size > 1 else q
+    # Large logits lose digits in float32 before any attention is computed, unless they are whole numbers.
     if logit_size > 1:
-        k = k.round()
+        q, k = (q * logit_size).round(), k.round()
         options["scale"] = 1.0
+        mask = mask.round() if kind == "additive" else mask
     tensors = {"query": q, "key": k, "value": v, "mask": mask}
     # The output is rounded to half precision, and so is its gradient's way back.
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
@@ -190,7 +193,7 @@ def test_any_attention_by_blocks(data):
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @given(st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.generate])
 def test_any_attention_by_triton(data):
     """Likewise, in Triton's interpreter."""
     with interpreted():

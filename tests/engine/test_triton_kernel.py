@@ -116,7 +116,7 @@ class Case:
         output, lse, state = triton_kernel.forward(*self.inputs, **self.settings, blocks=self.blocks)
         assert output.dtype == self.value.dtype
         assert lse.dtype == state.dtype == torch.float32
-        assert state.shape == (1 + self.draws, *lse.shape)
+        assert state.shape == (2 + self.draws, *lse.shape)
         grads = triton_kernel.backward(
             self.grad_output, self.grad_lse, *self.inputs, output, state, **self.settings, blocks=self.blocks,
             mask_grad=self.float_mask, spread_grad=self.family != "softmax",

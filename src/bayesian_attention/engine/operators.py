@@ -19,8 +19,8 @@ from bayesian_attention.engine import blockwise
 _FORWARD = "bayesian_attention::attention_forward"
 _BACKWARD = "bayesian_attention::attention_backward"
 
-#: Numbers that a backend keeps a row, beside one a draw.
-_STATE_ROWS = {"blockwise": 2, "triton": 1}
+#: Numbers that both backends keep a row, beside one a draw: the peak of the clean logits and their sum over it.
+_STATE_ROWS = 2
 
 
 def _implementation(backend: str) -> Any:
@@ -73,7 +73,7 @@ def _(
     return (
         value.new_empty((draws, *rows, value.shape[-1])),
         query.new_empty(rows, dtype=dtype),
-        query.new_empty((draws + _STATE_ROWS[backend], *rows), dtype=dtype),
+        query.new_empty((draws + _STATE_ROWS, *rows), dtype=dtype),
     )
 
 

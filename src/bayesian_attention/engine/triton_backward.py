@@ -9,8 +9,8 @@ order, so nothing is atomic and two runs give the same bits.
 import triton
 import triton.language as tl
 
-from bayesian_attention.engine.triton_forward import load_tile, masked_logits
-from bayesian_attention.engine.triton_noise import LN2, key_words, load_words, noise_factor, unit_noise
+from bayesian_attention.engine.triton_forward import load_tile, masked_logits, over_pivot
+from bayesian_attention.engine.triton_noise import key_words, load_words, noise_factor, unit_noise
 
 
 @triton.jit
@@ -68,6 +68,7 @@ def logit_gradient(
     key_word,
     factor,
     draw_total,
+    clean_total,
     delta,
     grad_lse,
     family: tl.constexpr,
@@ -84,6 +85,7 @@ def logit_gradient(
         key_word: noise words of the keys.
         factor: of the unit noise.
         draw_total: log-sum-exp of the perturbed logits over the pivot.
+        clean_total: of the clean ones.
         delta: D.
         grad_lse: gradient of the log-sum-exp of the clean logits.
         family: of the posterior.
@@ -99,11 +101,11 @@ def logit_gradient(
     drawn = w * (grad_weights - delta)
     total = drawn
     if with_lse:
-        # The pivot is the clean log-sum-exp. Rows that do not exist have a gradient of 0.
+        # Rows that do not exist have a gradient of 0.
         if family == "softmax":
             total += w * grad_lse
         else:
-            total += tl.exp2(x) * grad_lse
+            total += tl.exp2(x - clean_total) * grad_lse
     return w, total, drawn, noise
 
 
@@ -197,6 +199,7 @@ def key_value_kernel(
     dk = tl.zeros((block_keys, block_features), tl.float32)
     dv = tl.zeros((block_keys, block_value_features), tl.float32)
 
+    plane_rows = tl.cast(batch_count, tl.int64) * head_count * row_count
     first_row = 0
     if is_causal:
         # Rows before the block's first key do not see it.
@@ -211,7 +214,6 @@ def key_value_kernel(
             mask_base = mask + batch * mask_batch_stride + head * mask_head_stride
         clean_base = (batch * head_count + head) * row_count
         draw_base = ((sample * batch_count + batch) * head_count + head) * row_count
-        draw_state = state + (((sample + 1) * batch_count + batch) * head_count + head) * row_count
         wide_rows = first_row + columns.to(tl.int64)
         query_pointers = (
             query + batch * query_batch_stride + head * query_head_stride
@@ -228,23 +230,26 @@ def key_value_kernel(
                 grad_pointers, rows, row_count, value_feature, value_features, block_value_features, even_rows
             )
             pivot = tl.load(state + clean_base + rows, mask=rows < row_count, other=0.0)[None, :]
-            x = masked_logits(
-                tl.dot(k, tl.trans(q), input_precision="ieee"), scale, pivot,
+            logits = masked_logits(
+                tl.dot(k, tl.trans(q), input_precision="ieee"), scale,
                 mask_base, mask_row_stride, mask_key_stride,
                 rows[None, :], keys[:, None], row_count, key_count, query_offset, mask_kind, is_causal, even_keys,
             )  # fmt: skip
+            clean_total = 0.0
             slope = 0.0
             if with_lse:
+                clean_total = tl.load(state + plane_rows + clean_base + rows, mask=rows < row_count, other=0.0)[None, :]
                 slope = tl.load(grad_lse + clean_base + rows, mask=rows < row_count, other=0.0)
                 slope = tl.where(sample == 0, slope, 0.0)[None, :]
             w, total, _, _ = logit_gradient(
-                x,
+                over_pivot(logits, pivot),
                 tl.dot(v, tl.trans(g), input_precision="ieee"),
                 load_words(first + draw_base, rows, row_count, family)[None, :],
                 load_words(second + draw_base, rows, row_count, family)[None, :],
                 key_word,
                 factor,
-                load_draw_total(draw_state, rows, row_count)[None, :],
+                load_draw_total(state + 2 * plane_rows + draw_base, rows, row_count)[None, :],
+                clean_total,
                 tl.load(delta + draw_base + rows, mask=rows < row_count, other=0.0)[None, :],
                 slope,
                 family,
@@ -260,7 +265,7 @@ def key_value_kernel(
     inside = keys[:, None] < key_count
     tl.store(
         grad_key + row_base[:, None] * features + feature[None, :],
-        (dk * (scale * LN2)).to(grad_key.dtype.element_ty),
+        (dk * scale).to(grad_key.dtype.element_ty),
         mask=inside & (feature[None, :] < features),
     )
     tl.store(

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Device side of the Triton backend: tiles of logits, and the forward kernel.
 
-Inside the kernels logits are in units of log 2, so that ``exp2`` and ``log2``, which the hardware has, need no
-further multiplication. What is stored (the log-sum-exps) is in natural units.
+Logits are taken less a pivot of their row, the largest of them, before anything else is done to them, so that large
+ones lose nothing; then they are in units of log 2, so that ``exp2`` and ``log2``, which the hardware has, need no
+further multiplication.
 
 A tile of logits is worked on by rows and keys that broadcast against each other, given as columns and rows of
 indices: the kernel for the gradients of keys holds its tiles transposed, and shares all functions below.
@@ -45,7 +46,6 @@ def load_tile(pointers, rows, limit, features, feature_count: tl.constexpr, bloc
 def masked_logits(
     products,
     scale,
-    pivot,
     mask,
     mask_row_stride,
     mask_key_stride,
@@ -58,12 +58,11 @@ def masked_logits(
     is_causal: tl.constexpr,
     even_keys: tl.constexpr,
 ):
-    """Logits over the pivot in units of log 2, −∞ where the key is out.
+    """Logits in natural units, −∞ where the key is out.
 
     Args:
         products: tile of q·k.
-        scale: factor of the products, log₂ e included.
-        pivot: what to subtract, shaped to broadcast against the tile; here, where it joins a multiplication.
+        scale: factor of the products.
         mask: address of the mask's first entry for this batch row and head.
         mask_row_stride: from row to row of the mask, 0 where it broadcasts.
         mask_key_stride: from key to key.
@@ -76,7 +75,7 @@ def masked_logits(
         is_causal: keys up to the row's position only.
         even_keys: whether all keys of every tile exist.
     """
-    x = products * scale - pivot
+    x = products * scale
     if mask_kind != "none":
         entries = tl.load(
             mask + rows.to(tl.int64) * mask_row_stride + keys.to(tl.int64) * mask_key_stride,
@@ -88,7 +87,7 @@ def masked_logits(
                 entries = entries.to(tl.float32)
             # Compared so that NaN stays in.
             out = entries <= MASKED_BELOW
-            x += tl.where(out, 0.0, entries).to(tl.float32) * LOG2E
+            x += tl.where(out, 0.0, entries).to(tl.float32)
             x = tl.where(out, float("-inf"), x)
         else:
             x = tl.where(entries != 0, x, float("-inf"))
@@ -97,6 +96,12 @@ def masked_logits(
     if not even_keys:
         x = tl.where(keys < key_count, x, float("-inf"))
     return x
+
+
+@triton.jit
+def over_pivot(logits, pivot):
+    """Logits less the pivot, in units of log 2. The difference of two near numbers is exact."""
+    return (logits - pivot) * LOG2E
 
 
 @triton.jit
@@ -120,8 +125,16 @@ def online_maximum(peak, x):
 
 
 @triton.jit
+def online_pivot(peak, logits):
+    """The new running maximum of clean logits, a finite stand-in for it, and the step between in units of log 2."""
+    new = tl.maximum(peak, tl.max(logits, 1))
+    finite = tl.where(new == float("-inf"), 0.0, new)
+    return new, finite, tl.where(peak == float("-inf"), 0.0, peak - finite) * LOG2E
+
+
+@triton.jit
 def log_total(peak, total):
-    """Log-sum-exp in units of log 2 from the maximum and the sum over it; 0 for an empty row."""
+    """Log-sum-exp in units of log 2, from a base and the sum over it; 0 for an empty row."""
     empty = total == 0.0
     return tl.where(empty, 0.0, peak + tl.log2(tl.where(empty, 1.0, total)))
 
@@ -177,17 +190,16 @@ def forward_kernel(
 ):
     """One block of rows of one head of one draw: output and log-sum-exps, in one pass over the keys.
 
-    ``state`` is what the backward pass needs, in units of log 2: a pivot a row, which is the log-sum-exp of the clean
-    logits, and for each draw that of the perturbed ones over the pivot. The difference is small and exact to its own
-    size, so that weights recomputed from it are normalised however large the logits; 0 stands in for rows that see no
-    key, whose logits are all −∞.
+    ``state`` is what the backward pass needs of each row: the pivot, which is the largest clean logit; the log-sum-exp
+    of the clean logits over it, in units of log 2; and for each draw that of the perturbed ones. 0 stands in for rows
+    that see no key, whose logits are all −∞.
 
     Draws are programs of their own. To share the logits among draws, a program would hold an accumulator a draw,
     and registers have room for one; what a draw costs is its noise, and that cannot be shared.
 
     The clean and the perturbed logits each have a running maximum: the noise of a small Weibull shape reaches
-    −166, so the maximum of the one is no safe base for the other. ``with_lse`` is for the first draw alone; the others
-    are launched after it and read its pivot.
+    −166, so the maximum of the one is no safe base for the other. ``with_lse`` is for the first draw alone: pivot and
+    clean sum are the same for all, and only the sum takes long.
     """
     block_count = tl.cdiv(row_count, block_rows)
     block = tl.program_id(0) % block_count
@@ -229,45 +241,50 @@ def forward_kernel(
     value_pointers = value + wide_columns[:, None] * value_row_stride + value_feature[None, :] * value_feature_stride
     wide_step = tl.full((), block_keys, tl.int64)
     accumulator = tl.zeros((block_rows, block_value_features), tl.float32)
+    # Over the pivot and in units of log 2, but for the running pivot itself.
     peak = tl.full((block_rows,), float("-inf"), tl.float32)
     total = tl.zeros((block_rows,), tl.float32)
     clean_peak = tl.full((block_rows,), float("-inf"), tl.float32)
     clean_total = tl.zeros((block_rows,), tl.float32)
+    pivot = tl.zeros((block_rows,), tl.float32)
 
     for start in range(0, keys_seen((block + 1) * block_rows, key_count, query_offset, is_causal), block_keys):
         keys = start + columns
         k = load_tile(key_pointers, keys, key_count, feature, features, block_features, even_keys)
-        x = masked_logits(
-            tl.dot(q, tl.trans(k), input_precision="ieee"), scale, 0.0, mask, mask_row_stride, mask_key_stride,
+        logits = masked_logits(
+            tl.dot(q, tl.trans(k), input_precision="ieee"), scale, mask, mask_row_stride, mask_key_stride,
             rows[:, None], keys[None, :], row_count, key_count, query_offset, mask_kind, is_causal, even_keys,
         )  # fmt: skip
+        clean_peak, pivot, shift = online_pivot(clean_peak, logits)
+        x = over_pivot(logits, pivot[:, None])
+        if with_lse:
+            w = tl.exp2(x)
+            decay = tl.exp2(shift)
+            clean_total = clean_total * decay + tl.sum(w, 1)
         if family != "softmax":
-            if with_lse:
-                clean_peak, finite, decay = online_maximum(clean_peak, x)
-                clean_total = clean_total * decay + tl.sum(tl.exp2(x - finite[:, None]), 1)
             x += unit_noise(row_first, row_second, key_words(keys)[None, :], family, fast_noise) * factor
-        peak, finite, decay = online_maximum(peak, x)
-        w = tl.exp2(x - finite[:, None])
-        total = total * decay + tl.sum(w, 1)
+            peak, finite, decay = online_maximum(peak + shift, x)
+            w = tl.exp2(x - finite[:, None])
+            total = total * decay + tl.sum(w, 1)
         v = load_tile(value_pointers, keys, key_count, value_feature, value_features, block_value_features, even_keys)
         accumulator = tl.dot(w.to(v.dtype), v, accumulator * decay[:, None], input_precision="ieee")
         key_pointers += wide_step * key_row_stride
         value_pointers += wide_step * value_row_stride
 
-    accumulator = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
+    if family == "softmax":
+        total = clean_total
+        peak = tl.zeros_like(total)
+    empty = total == 0.0
+    accumulator = accumulator / tl.where(empty, 1.0, total)[:, None]
     tl.store(
         output + (draw_base + wide_rows[:, None]) * value_features + value_feature[None, :],
         accumulator.to(output.dtype.element_ty),
         mask=inside[:, None] & (value_feature[None, :] < value_features),
     )
-    empty = total == 0.0
+    plane_rows = tl.cast(batch_count, tl.int64) * head_count * row_count
     if with_lse:
-        pivot = log_total(peak, total)
-        if family != "softmax":
-            pivot = log_total(clean_peak, clean_total)
+        clean = log_total(0.0, clean_total)
         tl.store(state + clean_base + rows, pivot, mask=inside)
-        tl.store(lse + clean_base + rows, tl.where(empty, float("-inf"), pivot * LN2), mask=inside)
-    else:
-        pivot = tl.load(state + clean_base + rows, mask=inside, other=0.0)
-    state_base = (((sample + 1) * batch_count + batch) * head_count + head) * row_count
-    tl.store(state + state_base + rows, tl.where(empty, 0.0, log_total(peak - pivot, total)), mask=inside)
+        tl.store(state + plane_rows + clean_base + rows, clean, mask=inside)
+        tl.store(lse + clean_base + rows, tl.where(empty, float("-inf"), pivot + clean * LN2), mask=inside)
+    tl.store(state + 2 * plane_rows + draw_base + rows, log_total(peak, total), mask=inside)

@@ -12,7 +12,6 @@ Triton is imported with this module, which nothing imports until the backend is 
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,8 +20,6 @@ import triton
 from torch import Tensor
 
 from bayesian_attention.engine import triton_backward, triton_forward, triton_query
-
-_LOG2E = 1 / math.log(2)
 
 #: Whether the kernels run in Triton's interpreter, on any device: TRITON_INTERPRET=1 stood in the environment when
 #: Triton was imported.
@@ -128,7 +125,7 @@ class _Problem:
         self.is_causal = is_causal
         # Positions beyond the keys on either side mean all or none; clamped, they fit 32 bits.
         self.query_offset = max(-self.rows, min(query_offset, self.keys))
-        self.scale = scale * _LOG2E
+        self.scale = scale
 
     def device(self) -> AbstractContextManager[object]:
         """A context in which the tensors' GPU is the current one, which is where Triton launches."""
@@ -203,7 +200,7 @@ def forward(
 
     Returns:
         Output (S, B, H, Lq, Dv) in the dtype of ``value`` (S = 1 for "softmax"), log-sum-exp of the clean logits
-        (B, H, Lq), −∞ where a row sees no key, and what :func:`backward` needs of each row (1 + S, B, H, Lq); the
+        (B, H, Lq), −∞ where a row sees no key, and what :func:`backward` needs of each row (2 + S, B, H, Lq); the
         last two are float32.
 
     Raises:
@@ -216,7 +213,7 @@ def forward(
     shape = (problem.samples, problem.batch, problem.heads, problem.rows)
     output = value.new_empty((*shape, problem.value_features))
     lse = query.new_empty(shape[1:], dtype=torch.float32)
-    state = query.new_empty((1 + problem.samples, *shape[1:]), dtype=torch.float32)
+    state = query.new_empty((2 + problem.samples, *shape[1:]), dtype=torch.float32)
     if lse.numel() == 0:
         return output, lse, state
     launch = _launch(_MEAN if family == "softmax" else _FORWARD, problem.dtype, problem.widest, blocks)
@@ -303,7 +300,7 @@ def backward(
     output, state = output.contiguous(), state.contiguous()
     with_lse = grad_lse is not None
     slope = state if grad_lse is None else grad_lse.contiguous()
-    delta = torch.empty_like(state[1:])
+    delta = torch.empty_like(state[2:])
     grads = {
         name: torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for name, x in (("query", query), ("key", key), ("value", value))

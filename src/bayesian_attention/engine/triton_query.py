@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from bayesian_attention.engine.triton_backward import load_draw_total, logit_gradient
-from bayesian_attention.engine.triton_forward import keys_seen, load_tile, masked_logits
+from bayesian_attention.engine.triton_forward import keys_seen, load_tile, masked_logits, over_pivot
 from bayesian_attention.engine.triton_noise import LN2, key_words, load_words, noise_factor
 
 
@@ -103,8 +103,11 @@ def query_kernel(
         rows, row_count, feature, features, block_features, False,
     )  # fmt: skip
     pivot = tl.load(state + clean_base + rows, mask=inside, other=0.0)[:, None]
+    plane_rows = tl.cast(batch_count, tl.int64) * head_count * row_count
+    clean_total = 0.0
     clean_slope = 0.0
     if with_lse:
+        clean_total = tl.load(state + plane_rows + clean_base + rows, mask=inside, other=0.0)[:, None]
         clean_slope = tl.load(grad_lse + clean_base + rows, mask=inside, other=0.0)[:, None]
     dq = tl.zeros((block_rows, block_features), tl.float32)
     dots = tl.zeros((block_rows,), tl.float32)
@@ -120,8 +123,7 @@ def query_kernel(
         )  # fmt: skip
         row_first = load_words(first + draw_base, rows, row_count, family)[:, None]
         row_second = load_words(second + draw_base, rows, row_count, family)[:, None]
-        draw_state = state + (((sample + 1) * batch_count + batch) * head_count + head) * row_count
-        draw_total = load_draw_total(draw_state, rows, row_count)[:, None]
+        draw_total = load_draw_total(state + 2 * plane_rows + draw_base, rows, row_count)[:, None]
         row_delta = tl.load(delta + draw_base + rows, mask=inside, other=0.0)[:, None]
         slope = clean_slope
         if with_lse:
@@ -136,13 +138,14 @@ def query_kernel(
             v = load_tile(
                 value_pointers, keys, key_count, value_feature, value_features, block_value_features, even_keys
             )
-            x = masked_logits(
-                tl.dot(q, tl.trans(k), input_precision="ieee"), scale, pivot, mask, mask_row_stride, mask_key_stride,
+            logits = masked_logits(
+                tl.dot(q, tl.trans(k), input_precision="ieee"), scale, mask, mask_row_stride, mask_key_stride,
                 rows[:, None], keys[None, :], row_count, key_count, query_offset, mask_kind, is_causal, even_keys,
             )  # fmt: skip
             _, total, drawn, noise = logit_gradient(
-                x, tl.dot(g, tl.trans(v), input_precision="ieee"), row_first, row_second, key_words(keys)[None, :],
-                factor, draw_total, row_delta, slope, family, fast_noise, with_lse,
+                over_pivot(logits, pivot), tl.dot(g, tl.trans(v), input_precision="ieee"), row_first, row_second,
+                key_words(keys)[None, :], factor, draw_total, clean_total, row_delta, slope,
+                family, fast_noise, with_lse,
             )  # fmt: skip
             if with_spread:
                 dots += tl.sum(drawn * noise, 1)
@@ -152,7 +155,7 @@ def query_kernel(
 
     tl.store(
         grad_query + (clean_base + wide_rows[:, None]) * features + feature[None, :],
-        (dq * (scale * LN2)).to(grad_query.dtype.element_ty),
+        (dq * scale).to(grad_query.dtype.element_ty),
         mask=inside[:, None] & (feature[None, :] < features),
     )
     if with_spread:
@@ -239,6 +242,7 @@ def mask_kernel(
     value_feature = tl.arange(0, block_value_features)
     tile = tl.zeros((block_rows, block_keys), tl.float32)
 
+    plane_rows = tl.cast(batch_count, tl.int64) * head_count * row_count
     for turn in range(0, batches_each * heads_each * sample_count):
         sample = tl.cast(turn % sample_count, tl.int64)
         head = mask_head * heads_each + turn // sample_count % heads_each
@@ -263,12 +267,13 @@ def mask_kernel(
             )  # fmt: skip
             row_first = load_words(first + draw_base, rows, row_count, family)[:, None]
             row_second = load_words(second + draw_base, rows, row_count, family)[:, None]
-            draw_state = state + (((sample + 1) * batch_count + batch) * head_count + head) * row_count
-            draw_total = load_draw_total(draw_state, rows, row_count)[:, None]
+            draw_total = load_draw_total(state + 2 * plane_rows + draw_base, rows, row_count)[:, None]
             pivot = tl.load(state + clean_base + rows, mask=inside, other=0.0)[:, None]
             row_delta = tl.load(delta + draw_base + rows, mask=inside, other=0.0)[:, None]
+            clean_total = 0.0
             slope = 0.0
             if with_lse:
+                clean_total = tl.load(state + plane_rows + clean_base + rows, mask=inside, other=0.0)[:, None]
                 slope = tl.load(grad_lse + clean_base + rows, mask=inside, other=0.0)
                 slope = tl.where(sample == 0, slope, 0.0)[:, None]
             seen = keys_seen(row_start + block_rows, key_count, query_offset, is_causal)
@@ -285,14 +290,15 @@ def mask_kernel(
                     + wide_keys[:, None] * value_row_stride + value_feature[None, :] * value_feature_stride,
                     keys, key_count, value_feature, value_features, block_value_features, False,
                 )  # fmt: skip
-                x = masked_logits(
-                    tl.dot(q, tl.trans(k), input_precision="ieee"), scale, pivot, mask_base, mask_row_stride,
+                logits = masked_logits(
+                    tl.dot(q, tl.trans(k), input_precision="ieee"), scale, mask_base, mask_row_stride,
                     mask_key_stride, rows[:, None], keys[None, :], row_count, key_count, query_offset,
                     "additive", is_causal, False,
                 )  # fmt: skip
                 _, total, _, _ = logit_gradient(
-                    x, tl.dot(g, tl.trans(v), input_precision="ieee"), row_first, row_second,
-                    key_words(keys)[None, :], factor, draw_total, row_delta, slope, family, fast_noise, with_lse,
+                    over_pivot(logits, pivot), tl.dot(g, tl.trans(v), input_precision="ieee"), row_first, row_second,
+                    key_words(keys)[None, :], factor, draw_total, clean_total, row_delta, slope,
+                    family, fast_noise, with_lse,
                 )  # fmt: skip
                 tile += total
 
