@@ -191,9 +191,11 @@ def test_any_attention_by_blocks(data):
     compare_any(data.draw, "blockwise", [1, 2, 5, 17, 70], [1, 2, 7, 33, 300])
 
 
+# A gradient beyond the largest float16 is infinite with every backend; the interpreter, made of numpy, also warns.
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @given(st.data())
-@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate])
 def test_any_attention_by_triton(data):
     """Likewise, in Triton's interpreter."""
     with interpreted():
