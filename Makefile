@@ -8,7 +8,7 @@ OUT ?= runs/demo
 # One thread a process: the graphs of the tests are small, and pytest runs a process a core.
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 MPLBACKEND=Agg
 
-.PHONY: demo test lint format benchmark-graph study-graphs clean
+.PHONY: demo test lint format benchmark-graph benchmark-engine study-graphs clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -34,6 +34,10 @@ format: $(READY)
 # An epoch of each method against an epoch of softmax attention.
 benchmark-graph: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/graph.py
+
+# Time and memory of attention itself on two threads, against plain attention: about half an hour.
+benchmark-engine: $(READY)
+	$(BIN)/python benchmarks/engine.py
 
 # The runs and tables of studies/graphs: about an hour and a half on two cores. Citeseer needs BAYESIAN_ATTENTION_DATA.
 STUDY := softmax,weibull,weibull+contextual,lognormal,lognormal+contextual
