@@ -20,6 +20,13 @@ def test_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert namespace["loss"].requires_grad  # type: ignore[attr-defined]
 
 
+def test_engine_page_runs() -> None:
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "engine.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    exec(block, {})  # noqa: S102 - it compares weights and draws itself
+
+
 def test_links_lead_somewhere() -> None:
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "studies").rglob("*.md")):
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from bayesian_attention import engine
 from bayesian_attention.divergences import (
     Divergence,
-    entrywise,
     has_linear_form,
     key_mask,
     linear_divergence,
-    reduce_valid,
     rows_in_budget,
     sum_over_row_blocks,
+    summed,
 )
 from bayesian_attention.engine import AttentionOutput, noise, reference
 from bayesian_attention.engine.dispatch import default_query_offset
@@ -314,7 +313,7 @@ class StochasticAttention(nn.Module):
         counted = rows.valid
         if query_valid is not None:
             counted = query_valid.unsqueeze(-1) if counted is None else counted & query_valid.unsqueeze(-1)
-        return reduce_valid(entrywise(self.posterior.spec, spread, log_p, parameters), counted)
+        return summed(self.posterior.spec, spread, log_p, parameters, counted)
 
     def _record(self, divergence: Divergence, examples: int | None) -> None:
         """Keep the divergence of one call. ``examples``: size of the batch, None where there is none."""
