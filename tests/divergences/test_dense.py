@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import distributions
 
-from bayesian_attention.divergences import Divergence, entrywise, reduce_valid, summed
+from bayesian_attention.divergences import Divergence, entrywise, reduce_valid
 from bayesian_attention.posteriors import LogNormal, Softmax, Weibull
 from bayesian_attention.priors import GammaParameters, LogNormalParameters
 
@@ -37,43 +37,6 @@ def test_entrywise_uses_the_spread_that_is_given_not_that_of_the_spec():
 def test_a_pair_without_a_closed_form_is_named(posterior, prior, message):
     with pytest.raises(TypeError, match=message):
         entrywise(posterior, 1.0, torch.zeros(1), prior)
-
-
-def per_head(low, high, shape):
-    return torch.linspace(low, high, 3, dtype=torch.float64).view(shape).requires_grad_()
-
-
-@pytest.mark.parametrize("shape", [None, (3,), (3, 1, 1), (2, 3, 4, 5), (2, 3, 4, 5, 3)], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-def test_summed_is_the_sum_over_entries(shape, masked):
-    """Parameters for all entries, a head on a graph, a head of dense attention, an entry, and more than entries."""
-    generator = torch.Generator().manual_seed(0)
-    size = (7, 3) if shape == (3,) else (2, 3, 4, 5)
-    log_mean = torch.randn(size if shape is None or len(shape) < 5 else (*size, 1), generator=generator).double()
-    valid = torch.rand(log_mean.shape, generator=generator) < 0.5 if masked else None
-    log_mean.requires_grad_()
-
-    def parameter(low, high):
-        if shape is None:
-            return low
-        if len(shape) < 4:
-            return per_head(low, high, shape)
-        return torch.linspace(low, high, math.prod(shape), dtype=torch.float64).view(shape).requires_grad_()
-
-    for posterior, prior in (
-        (Weibull(), GammaParameters(parameter(0.2, 3.0), parameter(0.5, 2.0))),
-        (LogNormal(), LogNormalParameters(parameter(-1.0, 1.0), parameter(0.5, 2.0))),
-    ):
-        spread = parameter(0.3, 4.0)
-        leaves = [x for x in (log_mean, spread, *prior) if isinstance(x, torch.Tensor)]
-        ours = summed(posterior, spread, log_mean, prior, valid)
-        expected = reduce_valid(entrywise(posterior, spread, log_mean, prior), valid)
-        torch.testing.assert_close(ours.total, expected.total)
-        assert torch.equal(ours.entries, expected.entries)
-        for one, other in zip(
-            torch.autograd.grad(ours.total, leaves), torch.autograd.grad(expected.total, leaves), strict=True
-        ):
-            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesian_attention.divergences.alike import shape_of
-from bayesian_attention.divergences.lognormal_lognormal import lognormal_lognormal, lognormal_lognormal_sum
-from bayesian_attention.divergences.weibull_gamma import weibull_gamma, weibull_gamma_sum
+from bayesian_attention.divergences.lognormal_lognormal import lognormal_lognormal
+from bayesian_attention.divergences.weibull_gamma import weibull_gamma
 from bayesian_attention.posteriors import Posterior
 from bayesian_attention.priors.base import GammaParameters, LogNormalParameters, PriorParameters
 
@@ -48,33 +47,6 @@ def entrywise(posterior: Posterior, parameter: float | Tensor, log_mean: Tensor,
     if posterior.prior_family == "lognormal" and isinstance(prior, LogNormalParameters):
         return lognormal_lognormal(parameter, log_mean, prior.loc, prior.scale)
     raise TypeError(f"no divergence of {posterior} from {type(prior).__name__}")
-
-
-def summed(
-    posterior: Posterior, parameter: float | Tensor, log_mean: Tensor, prior: PriorParameters, valid: Tensor | None
-) -> Divergence:
-    """The sum of :func:`entrywise` over the entries that count.
-
-    Args:
-        posterior: as of ``entrywise``, like the three that follow.
-        parameter: likewise.
-        log_mean: likewise.
-        prior: likewise.
-        valid: as of :func:`reduce_valid`.
-
-    Raises:
-        TypeError: no closed form is known for the pair.
-    """
-    alike = shape_of((parameter, *prior))
-    # Entries that share nothing, or are laid out by a larger parameter, have no such sums.
-    shared = alike.numel() < log_mean.numel() and torch.broadcast_shapes(alike, log_mean.shape) == log_mean.shape
-    if valid is None and shared:
-        count = torch.tensor(float(log_mean.numel()), dtype=log_mean.dtype, device=log_mean.device)
-        if posterior.prior_family == "gamma" and isinstance(prior, GammaParameters):
-            return Divergence(weibull_gamma_sum(parameter, log_mean, prior.concentration, prior.rate), count)
-        if posterior.prior_family == "lognormal" and isinstance(prior, LogNormalParameters):
-            return Divergence(lognormal_lognormal_sum(parameter, log_mean, prior.loc, prior.scale), count)
-    return reduce_valid(entrywise(posterior, parameter, log_mean, prior), valid)
 
 
 def reduce_valid(entries: Tensor, valid: Tensor | None) -> Divergence:

@@ -6,8 +6,6 @@ import math
 
 from torch import Tensor
 
-from bayesian_attention.divergences.alike import shape_of, sum_of_alike
-
 
 def lognormal_lognormal(
     scale: float | Tensor, log_mean: Tensor, prior_loc: float | Tensor, prior_scale: float | Tensor
@@ -30,29 +28,6 @@ def lognormal_lognormal(
     """
     distance = log_mean - 0.5 * scale**2 - prior_loc
     return (_log(prior_scale) - _log(scale)) - 0.5 + (distance**2 + scale**2) / (2.0 * prior_scale**2)
-
-
-def lognormal_lognormal_sum(
-    scale: float | Tensor, log_mean: Tensor, prior_loc: float | Tensor, prior_scale: float | Tensor
-) -> Tensor:
-    """The sum of :func:`lognormal_lognormal`, where many entries share their parameters.
-
-    Entries enter by the sum of their squared distances alone, which saves most of the operations on them.
-
-    Args:
-        scale: as of :func:`lognormal_lognormal`, like all that follows.
-        log_mean: likewise.
-        prior_loc: likewise.
-        prior_scale: likewise.
-
-    Returns:
-        Shape ().
-    """
-    alike = shape_of((scale, prior_loc, prior_scale))
-    squares = sum_of_alike((log_mean - (0.5 * scale**2 + prior_loc)).square(), alike)
-    number = log_mean.numel() / math.prod(alike)
-    an_entry = (_log(prior_scale) - _log(scale)) - 0.5
-    return ((squares + number * scale**2) / (2.0 * prior_scale**2) + number * an_entry).sum()
 
 
 def _log(x: float | Tensor) -> float | Tensor:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
-
-from bayesian_attention.divergences.alike import as_tensor, shape_of, sum_of_alike
 
 EULER = 0.57721566490153286061
 
@@ -32,7 +28,7 @@ def weibull_gamma(
     Returns:
         Non-negative tensor (up to rounding) of the broadcast shape, in nats.
     """
-    k, alpha, beta = (as_tensor(x, log_mean) for x in (shape, concentration, rate))
+    k, alpha, beta = (_as_tensor(x, log_mean) for x in (shape, concentration, rate))
     log_scale = log_mean - torch.lgamma(1.0 + 1.0 / k)
     return (
         alpha * (EULER / k - log_scale - beta.log())
@@ -42,26 +38,6 @@ def weibull_gamma(
     )
 
 
-def weibull_gamma_sum(
-    shape: float | Tensor, log_mean: Tensor, concentration: float | Tensor, rate: float | Tensor
-) -> Tensor:
-    """The sum of :func:`weibull_gamma`, where many entries share their parameters.
-
-    Entries enter by the sums of their means and of the logarithms of these alone, which saves most of the
-    operations on them.
-
-    Args:
-        shape: as of :func:`weibull_gamma`, like all that follows.
-        log_mean: likewise.
-        concentration: likewise.
-        rate: likewise.
-
-    Returns:
-        Shape ().
-    """
-    k, alpha, beta = (as_tensor(x, log_mean) for x in (shape, concentration, rate))
-    alike = shape_of((k, alpha, beta))
-    means, logs = sum_of_alike(log_mean.exp(), alike), sum_of_alike(log_mean, alike)
-    number = log_mean.numel() / math.prod(alike)
-    an_entry = alpha * (EULER / k + torch.lgamma(1.0 + 1.0 / k) - beta.log()) + torch.lgamma(alpha)
-    return (beta * means - alpha * logs + number * (an_entry + (k.log() - EULER - 1.0))).sum()
+def _as_tensor(x: float | Tensor, like: Tensor) -> Tensor:
+    """A number as a tensor of no dimensions, so that it stays a constant of the expression."""
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=like.dtype, device=like.device)

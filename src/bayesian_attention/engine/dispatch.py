@@ -76,7 +76,7 @@ def attend(
         ValueError: shapes, dtypes or names that do not fit; the message names the argument.
     """
     spec, spread = _family(posterior)
-    _check(query, key, value, mask)
+    check_inputs(query, key, value, mask)
     if isinstance(spread, Tensor) and spread.numel() != query.shape[-3]:
         raise ValueError(f"posterior: has {spread.numel()} heads, query has {query.shape[-3]}")
     backend = choose(backend, spec, query, key, value)
@@ -153,7 +153,7 @@ def attention_weights(
         (…, H, Lq, Lk), float32 or wider; each row sums to 1, or is 0 where it is masked throughout.
     """
     spec, spread = _family(posterior)
-    _check(query, key, key, mask)
+    check_inputs(query, key, key, mask)
     if isinstance(spread, Tensor) and spread.numel() != query.shape[-3]:
         raise ValueError(f"posterior: has {spread.numel()} heads, query has {query.shape[-3]}")
     if query_offset is None:
@@ -212,7 +212,7 @@ def _words(addresses: list[NoiseAddress], query: Tensor, query_offset: int) -> t
     return torch.stack([words.first for words in drawn]), torch.stack([words.second for words in drawn])
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
     """Refuse shapes and dtypes that do not fit, by the name of the argument."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.is_nested:

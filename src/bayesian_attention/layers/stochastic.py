@@ -10,16 +10,19 @@ from torch import Tensor, nn
 from bayesian_attention import engine
 from bayesian_attention.divergences import (
     Divergence,
+    entrywise,
     has_linear_form,
     key_mask,
     linear_divergence,
+    reduce_valid,
     rows_in_budget,
     sum_over_row_blocks,
-    summed,
 )
 from bayesian_attention.engine import AttentionOutput, noise, reference
-from bayesian_attention.engine.dispatch import default_query_offset
+from bayesian_attention.engine.backends import choose
+from bayesian_attention.engine.dispatch import check_inputs, default_query_offset
 from bayesian_attention.engine.rows import DenseRows, NoiseAddress, Rows, log_normalise
+from bayesian_attention.layers.fork import fork
 from bayesian_attention.numerics import autocast_off, wide
 from bayesian_attention.posteriors import Posterior
 from bayesian_attention.priors import ConstantPrior, Prior, PriorModule
@@ -140,9 +143,14 @@ class StochasticAttention(nn.Module):
         address = self._address()
         if query_offset is None:
             query_offset = default_query_offset(query, key, is_causal)
+        check_inputs(query, key, value, mask)
+        prior = self._recorded_prior
+        own_query, own_key = query, key
+        if prior is not None and choose(self.backend, self.posterior.spec, query, key, value) != "reference":
+            (own_query, query), (own_key, key) = fork(query), fork(key)
         result = engine.attend(
-            query,
-            key,
+            own_query,
+            own_key,
             value,
             self.posterior,
             mask=mask,
@@ -155,7 +163,6 @@ class StochasticAttention(nn.Module):
             query_offset=query_offset,
             backend=self.backend,
         )
-        prior = self._recorded_prior
         if prior is not None:
             with autocast_off(query):
                 divergence = self._attention_divergence(
@@ -313,7 +320,7 @@ class StochasticAttention(nn.Module):
         counted = rows.valid
         if query_valid is not None:
             counted = query_valid.unsqueeze(-1) if counted is None else counted & query_valid.unsqueeze(-1)
-        return summed(self.posterior.spec, spread, log_p, parameters, counted)
+        return reduce_valid(entrywise(self.posterior.spec, spread, log_p, parameters), counted)
 
     def _record(self, divergence: Divergence, examples: int | None) -> None:
         """Keep the divergence of one call. ``examples``: size of the batch, None where there is none."""
