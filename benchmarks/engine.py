@@ -18,6 +18,7 @@ import json
 import math
 import platform
 import resource
+import shlex
 import statistics
 import subprocess
 import sys
@@ -293,7 +294,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="batch rows times length, one batch row at least")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--passes", nargs="+", default=PASSES, choices=PASSES)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(METHODS),
+        choices=list(METHODS),
+        metavar="METHOD",
+        help="names as the table has them, each in quotes; all by default",
+    )
     parser.add_argument("--rounds", type=int, default=40, help="at most, of one length and pass")
     parser.add_argument("--seconds", type=float, default=20.0, help="for the rounds of one length and pass")
     parser.add_argument("--json", type=Path, help="file to write all figures to")
@@ -316,7 +324,7 @@ def main() -> None:
         "heads": arguments.heads,
         "features": arguments.features,
         "machine": platform.machine(),
-        "command": " ".join(["python", "benchmarks/engine.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/engine.py", *sys.argv[1:]]),
     }
     print(", ".join(f"{name} {value}" for name, value in setting.items()) + "\n")
     print(table(results))

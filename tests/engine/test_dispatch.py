@@ -670,3 +670,25 @@ def test_nested_tensors_are_refused(name):
     arguments[name] = torch.nested.nested_tensor([torch.ones(4, 3, 8), torch.ones(4, 5, 8)])
     with pytest.raises(ValueError, match=f"^{name}: nested"):
         attend(**arguments, posterior=Weibull(2.0))
+
+
+# Arguments that would be read wrongly.
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "blockwise"])
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"key": torch.empty(1, 2, 4, 3, device="meta")}, ValueError, "key: is on meta, query is on cpu"),
+        ({"value": torch.empty(1, 2, 4, 3, device="meta")}, ValueError, "value: is on meta"),
+        ({"mask": torch.empty(4, 4, dtype=torch.bool, device="meta")}, ValueError, "mask: is on meta"),
+        ({"query": None}, TypeError, "query: must be a tensor; got NoneType"),
+        ({"mask": [[True]]}, TypeError, "mask: must be a tensor; got list"),
+        ({"query": torch.zeros(1, 0, 4, 3)}, ValueError, "key: 2 heads do not divide query's 0"),
+        ({"query_offset": 1.5}, ValueError, "query_offset: must be an integer; got 1.5"),
+    ],
+)
+def test_other_devices_and_types_are_refused_by_name(backend, changed, error, message):
+    x = torch.zeros(1, 2, 4, 3)
+    with pytest.raises(error, match=message):
+        attend(**{"query": x, "key": x, "value": x, "posterior": Weibull(), "backend": backend, **changed})

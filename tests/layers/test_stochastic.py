@@ -449,3 +449,25 @@ def test_a_contextual_prior_asks_for_its_keys():
     stoch = ba.StochasticAttention(ba.Weibull(), ba.ContextualPrior(), heads=1, key_dim=2)
     with pytest.raises(ValueError, match=r"keys: ContextualPrior.* looks at the keys"):
         stoch.weights(torch.zeros(1, 1, 2, 2), DenseRows())
+
+
+@pytest.mark.parametrize(
+    ("query_valid", "message"),
+    [
+        (torch.ones(5, dtype=torch.bool), r"query_valid: shape \(5,\) does not broadcast to \(2, 3, 6\)"),
+        (torch.ones(1, 1, 3, 6, dtype=torch.bool), "query_valid: shape"),
+        (torch.ones(6), "query_valid: must be boolean"),
+        (torch.ones(6, dtype=torch.bool, device="meta"), "query_valid: must be boolean and on cpu"),
+    ],
+)
+def test_a_query_mask_that_does_not_fit_is_named(query_valid, message):
+    layer, x = ba.StochasticAttention(ba.Weibull(), heads=3), torch.zeros(2, 3, 6, 4)
+    with pytest.raises(ValueError, match=message):
+        layer.attend(x, x, x, query_valid=query_valid)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(6, 6, dtype=torch.bool)], ids=["no mask", "mask of queries"])
+def test_a_query_mask_without_dimensions(mask):
+    layer, x = ba.StochasticAttention(ba.Weibull(), heads=3), torch.zeros(2, 3, 6, 4)
+    layer.attend(x, x, x, mask=mask, query_valid=torch.tensor(True))
+    assert layer.kl_terms[0].entries == 2 * 3 * 6 * 6

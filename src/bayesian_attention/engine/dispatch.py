@@ -80,8 +80,7 @@ def attend(
     if isinstance(spread, Tensor) and spread.numel() != query.shape[-3]:
         raise ValueError(f"posterior: has {spread.numel()} heads, query has {query.shape[-3]}")
     backend = choose(backend, spec, query, key, value)
-    if query_offset is None:
-        query_offset = default_query_offset(query, key, is_causal)
+    query_offset = _offset(query_offset, query, key, is_causal)
     addresses = _addresses(spec, sample, seed, sample_index, samples, batch_ids)
     with autocast_off(query):
         if backend == "reference":
@@ -156,8 +155,7 @@ def attention_weights(
     check_inputs(query, key, key, mask)
     if isinstance(spread, Tensor) and spread.numel() != query.shape[-3]:
         raise ValueError(f"posterior: has {spread.numel()} heads, query has {query.shape[-3]}")
-    if query_offset is None:
-        query_offset = default_query_offset(query, key, is_causal)
+    query_offset = _offset(query_offset, query, key, is_causal)
     addresses = _addresses(spec, sample, seed, sample_index, None, batch_ids)
     with autocast_off(query):
         logits, rows = reference.dense_logits(
@@ -169,6 +167,15 @@ def attention_weights(
 def default_query_offset(query: Tensor, key: Tensor, is_causal: bool) -> int:
     """The absolute position of the first query where none is given: under a causal mask queries are the last."""
     return key.shape[-2] - query.shape[-2] if is_causal else 0
+
+
+def _offset(query_offset: int | None, query: Tensor, key: Tensor, is_causal: bool) -> int:
+    """``query_offset`` or its default."""
+    if query_offset is None:
+        return default_query_offset(query, key, is_causal)
+    if not isinstance(query_offset, int | torch.SymInt):
+        raise ValueError(f"query_offset: must be an integer; got {query_offset!r}")
+    return query_offset
 
 
 def _family(posterior: Posterior | PosteriorParameter) -> tuple[Posterior, float | Tensor]:
@@ -213,7 +220,14 @@ def _words(addresses: list[NoiseAddress], query: Tensor, query_offset: int) -> t
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-    """Refuse shapes and dtypes that do not fit, by the name of the argument."""
+    """Refuse types, devices, dtypes and shapes that do not fit, by the name of the argument."""
+    given = {"query": query, "key": key, "value": value} | ({} if mask is None else {"mask": mask})
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: must be a tensor; got {type(x).__name__}")
+        # Compiled loops read memory by its address: on another device it is not the tensor's.
+        if x.device != query.device:
+            raise ValueError(f"{name}: is on {x.device}, query is on {query.device}")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.is_nested:
             raise ValueError(f"{name}: nested tensors are not supported; pad and pass a mask")
@@ -230,7 +244,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
         raise ValueError(f"value: shape {tuple(value.shape)} does not fit key's {tuple(key.shape)}")
     if key.shape[:-3] != query.shape[:-3]:
         raise ValueError(f"key: batch shape {tuple(key.shape[:-3])} is not query's {tuple(query.shape[:-3])}")
-    if key.shape[-3] == 0 or query.shape[-3] % key.shape[-3]:
+    if 0 in (key.shape[-3], query.shape[-3]) or query.shape[-3] % key.shape[-3]:
         raise ValueError(f"key: {key.shape[-3]} heads do not divide query's {query.shape[-3]}")
     if mask is None:
         return
