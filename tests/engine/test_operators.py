@@ -195,7 +195,7 @@ def test_any_attention_by_blocks(data):
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @given(st.data())
-@settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.generate])
 def test_any_attention_by_triton(data):
     """Likewise, in Triton's interpreter."""
     with interpreted():

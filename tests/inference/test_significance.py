@@ -125,7 +125,7 @@ def test_zero_ranks_below_every_finite_value():
     assert two_leading_p_values(x).item() == pytest.approx(stats.ttest_rel(np.zeros(3), finite).pvalue, rel=1e-5)
 
 
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(deadline=None, max_examples=50)
 @given(
     st.integers(2, 6), st.integers(1, 5), st.integers(2, 4), st.integers(0, 2**31), st.sampled_from(["paired", "welch"])
 )
@@ -134,9 +134,7 @@ def test_examples_and_order_of_draws_do_not_matter(count, examples, classes, see
     x = torch.where(torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) < 0.1, -math.inf, x)
     p = two_leading_p_values(x, test=test)
     alone = torch.stack([two_leading_p_values(x[:, i], test=test) for i in range(examples)])
-    # A batch is summed in another order. Two draws that differ by 1e-6 of their size, which is one pair in a million,
-    # have a variance whose rounding is 1e-10.
-    torch.testing.assert_close(p, alone, rtol=1e-9, atol=0)
+    torch.testing.assert_close(p, alone, rtol=1e-12, atol=0)
     torch.testing.assert_close(p, two_leading_p_values(x.flip(0), test=test), rtol=1e-6, atol=1e-12)
 
 

@@ -132,6 +132,9 @@ def query_kernel(
         value_pointers = (
             value + wide_columns[:, None] * value_row_stride + value_feature[None, :] * value_feature_stride
         )
+        dot = tl.zeros((block_rows,), tl.float32)
+        drift = tl.zeros((block_rows,), tl.float32)
+        mean_noise = tl.zeros((block_rows,), tl.float32)
         for start in range(0, seen, block_keys):
             keys = start + columns
             k = load_tile(key_pointers, keys, key_count, feature, features, block_features, even_keys)
@@ -142,16 +145,21 @@ def query_kernel(
                 tl.dot(q, tl.trans(k), input_precision="ieee"), scale, mask, mask_row_stride, mask_key_stride,
                 rows[:, None], keys[None, :], row_count, key_count, query_offset, mask_kind, is_causal, even_keys,
             )  # fmt: skip
-            _, total, drawn, noise = logit_gradient(
+            w, total, drawn, noise = logit_gradient(
                 over_pivot(logits, pivot), tl.dot(g, tl.trans(v), input_precision="ieee"), row_first, row_second,
                 key_words(keys)[None, :], factor, draw_total, clean_total, row_delta, slope,
                 family, fast_noise, with_lse,
             )  # fmt: skip
             if with_spread:
-                dots += tl.sum(drawn * noise, 1)
+                dot += tl.sum(drawn * noise, 1)
+                drift += tl.sum(drawn, 1)
+                mean_noise += tl.sum(w * noise, 1)
             dq = tl.dot(total.to(k.dtype), k, dq, input_precision="ieee")
             key_pointers += wide_step * key_row_stride
             value_pointers += wide_step * value_row_stride
+        # The gradients of a draw's logits sum to 0 but for the rounding of D, which comes from the rounded output and is
+        # the same for all keys: about the mean noise it has no effect.
+        dots += dot - drift * mean_noise
 
     tl.store(
         grad_query + (clean_base + wide_rows[:, None]) * features + feature[None, :],
