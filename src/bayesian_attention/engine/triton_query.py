@@ -157,8 +157,8 @@ def query_kernel(
             dq = tl.dot(total.to(k.dtype), k, dq, input_precision="ieee")
             key_pointers += wide_step * key_row_stride
             value_pointers += wide_step * value_row_stride
-        # The gradients of a draw's logits sum to 0 but for the rounding of D, which comes from the rounded output and is
-        # the same for all keys: about the mean noise it has no effect.
+        # The gradients of a draw's logits sum to 0 but for the rounding of D, which comes from the rounded output and
+        # is the same for all keys: about the mean noise it has no effect.
         dots += dot - drift * mean_noise
 
     tl.store(

@@ -19,8 +19,9 @@ from bayesian_attention.divergences import (
     sum_over_row_blocks,
 )
 from bayesian_attention.engine import AttentionOutput, noise, reference
+from bayesian_attention.engine.arguments import check_inputs, checked_queries
 from bayesian_attention.engine.backends import choose
-from bayesian_attention.engine.dispatch import check_inputs, default_query_offset
+from bayesian_attention.engine.dispatch import default_query_offset
 from bayesian_attention.engine.rows import DenseRows, NoiseAddress, Rows, log_normalise
 from bayesian_attention.layers.fork import fork
 from bayesian_attention.numerics import autocast_off, wide
@@ -144,7 +145,7 @@ class StochasticAttention(nn.Module):
         if query_offset is None:
             query_offset = default_query_offset(query, key, is_causal)
         check_inputs(query, key, value, mask)
-        query_valid = _valid_queries(query_valid, query)
+        query_valid = checked_queries(query_valid, query)
         prior = self._recorded_prior
         own_query, own_key = query, key
         if prior is not None and choose(self.backend, self.posterior.spec, query, key, value) != "reference":
@@ -341,24 +342,6 @@ class StochasticAttention(nn.Module):
         fresh: dict[str, Any] = {"kl_terms": [], "calls_since_read": 0, "inside_forward": False, "last_pass": None}
         fresh |= {"sampling": None, "seed": None, "sample_index": 0, "batch_ids": None, "call_number": 0}
         return {**self.__dict__, **fresh, "ran_outside": False}
-
-
-def _valid_queries(query_valid: Tensor | None, query: Tensor) -> Tensor | None:
-    """``query_valid`` with one dimension at least, if it fits."""
-    if query_valid is None:
-        return None
-    if query_valid.dtype != torch.bool or query_valid.device != query.device:
-        raise ValueError(
-            f"query_valid: must be boolean and on {query.device}; got {query_valid.dtype} on {query_valid.device}"
-        )
-    rows = query.shape[:-1]
-    try:
-        fits = torch.broadcast_shapes(query_valid.shape, rows) == rows
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ValueError(f"query_valid: shape {tuple(query_valid.shape)} does not broadcast to {tuple(rows)}")
-    return query_valid.view(1) if query_valid.dim() == 0 else query_valid
 
 
 def _in_backward() -> bool:
