@@ -2,10 +2,11 @@
 
     python benchmarks/engine.py
 
-The methods of a row group are called in turn, in one process, so that whatever else the machine does falls on all of
-them alike; the ratio to ``scaled_dot_product_attention`` is taken within each round, and the median over rounds is
+The methods of a length are called in turn, in one process, so that whatever else the machine does falls on all of
+them alike; each is called twice and the second call timed, for the first pays for the memory and the caches that the
+method before it left behind. The ratio to ``scaled_dot_product_attention`` is taken within each round, and the median over rounds is
 printed with its quartiles. Extra memory is the peak of the resident set during one call on top of what it was before
-(outputs and gradients included), each in a fresh process, which may use what the machine has free; a method that
+(outputs and gradients included): the median of several fresh processes, each of which may use what the machine has free; a method that
 needs more is left out of the times of that length. Stochastic methods draw and compute the divergence from their
 prior in every call, and differentiate it in the backward pass, unless marked otherwise.
 """
@@ -154,9 +155,8 @@ def ratios_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Medians over alternating rounds: as many as fit into the seconds, five at least."""
     size = (arguments.batch, arguments.heads, arguments.length, arguments.features)
     calls = {label: call_of(label, *size, arguments.backward) for label in arguments.methods}
-    for _ in range(2):  # to warm up
-        for call in calls.values():
-            call()
+    for call in calls.values():  # to warm up
+        call()
     times: dict[str, list[float]] = {label: [] for label in calls}
     gc.disable()  # what it collects is of no one method
     begun = time.perf_counter()
@@ -164,6 +164,7 @@ def ratios_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         if number >= 5 and time.perf_counter() - begun > arguments.seconds:
             break
         for label, call in calls.items():
+            call()
             start = time.perf_counter()
             call()
             times[label].append(time.perf_counter() - start)
@@ -233,6 +234,17 @@ def in_fresh_process(arguments: argparse.Namespace, what: str, batch: int, lengt
     return json.loads(done.stdout)
 
 
+def median_peak(arguments: argparse.Namespace, label: str, batch: int, length: int, backward: bool) -> int | None:
+    """Median of :func:`peak_of` over processes; None where one did not fit."""
+    peaks: list[int] = []
+    for _ in range(arguments.processes):
+        peak = in_fresh_process(arguments, "memory", batch, length, methods=[label], backward=backward)
+        if peak is None:
+            return None
+        peaks.append(peak)
+    return int(statistics.median(peaks))
+
+
 def measure_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Every length and pass: memory first, then the times of what fitted."""
     results = []
@@ -242,10 +254,7 @@ def measure_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             backward = name != "forward"
             setting = {"length": length, "batch": batch, "pass": name}
             print(f"{setting} …", file=sys.stderr)
-            memory = {
-                label: in_fresh_process(arguments, "memory", batch, length, methods=[label], backward=backward)
-                for label in arguments.methods
-            }
+            memory = {label: median_peak(arguments, label, batch, length, backward) for label in arguments.methods}
             fitting = [label for label, peak in memory.items() if peak is not None]
             times = in_fresh_process(arguments, "time", batch, length, methods=fitting, backward=backward)
             methods = {
@@ -304,6 +313,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=40, help="at most, of one length and pass")
     parser.add_argument("--seconds", type=float, default=20.0, help="for the rounds of one length and pass")
+    parser.add_argument("--processes", type=int, default=3, help="for the memory of one method, length and pass")
     parser.add_argument("--json", type=Path, help="file to write all figures to")
     parser.add_argument("--measure", choices=("time", "memory"), help="one measurement, printed as JSON")
     parser.add_argument("--batch", type=int, help="of one measurement")
