@@ -4,11 +4,12 @@
 
 The methods of a length are called in turn, in one process, so that whatever else the machine does falls on all of
 them alike; each is called twice and the second call timed, for the first pays for the memory and the caches that the
-method before it left behind. The ratio to ``scaled_dot_product_attention`` is taken within each round, and the median over rounds is
-printed with its quartiles. Extra memory is the peak of the resident set during one call on top of what it was before
-(outputs and gradients included): the median of several fresh processes, each of which may use what the machine has free; a method that
-needs more is left out of the times of that length. Stochastic methods draw and compute the divergence from their
-prior in every call, and differentiate it in the backward pass, unless marked otherwise.
+method before it left behind. The ratio to ``scaled_dot_product_attention`` is taken within each round, and the
+median over rounds is printed with its quartiles. Extra memory is the peak of the resident set during one call on top
+of what it was before (outputs and gradients included): the median of several fresh processes, each of which may use
+what the machine has free; a method that needs more is left out of the times of that length. Stochastic methods draw
+and compute the divergence from their prior in every call, and differentiate it in the backward pass, unless marked
+otherwise.
 """
 
 from __future__ import annotations

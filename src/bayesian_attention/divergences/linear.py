@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from bayesian_attention.divergences.dense import Divergence
+from bayesian_attention.divergences.fork import Port
 from bayesian_attention.divergences.linear_lognormal import lognormal_lognormal_rows
 from bayesian_attention.divergences.linear_rows import LinearRows
 from bayesian_attention.divergences.linear_weibull import weibull_gamma_rows
@@ -79,6 +81,7 @@ def linear_divergence(
     is_causal: bool = False,
     query_offset: int = 0,
     query_valid: Tensor | None = None,
+    ports: tuple[Port, Port] | None = None,
 ) -> Divergence | None:
     """The sum of all entries' divergences, from what is linear in the numbers of queries and keys.
 
@@ -100,6 +103,7 @@ def linear_divergence(
         is_causal: query i sees keys j ≤ i + ``query_offset`` only.
         query_offset: absolute position of the first query.
         query_valid: boolean, broadcasts against (…, H, Lq): the queries that count; None: all.
+        ports: of ``query`` and of ``key``, as of :func:`fork`, for such gradients as are large; None: none.
 
     Returns:
         The divergence in float32, or in float64 for float64 input; None where there is no linear form.
@@ -108,6 +112,8 @@ def linear_divergence(
         return None
     with autocast_off(query):
         rows = _rows(prior, query, key, lse, scale, valid, bias, query_valid)
+        if rows.query is query and rows.key is key:
+            rows = replace(rows, ports=ports)
         pieces = _causal_pieces(rows, query_offset) if is_causal else [rows]
         pieces = [piece for piece in pieces if piece.query.shape[-2] and piece.key.shape[-2]]
         entries = torch.zeros((), dtype=torch.int64, device=query.device)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from bayesian_attention.divergences.fork import Port
 from bayesian_attention.divergences.wide_algebra import double_of
 
 
@@ -24,6 +25,7 @@ class LinearRows:
         bias: added to the logits, broadcasts as ``valid`` does, float64, 0 for invalid keys; None: 0.
         counted: boolean (…, H, R), the rows that count; None: all. Rows without a valid key never do.
         scores: (…, H, K), scores of a contextual prior in float64, as of ``shifted_scores``; None: none.
+        ports: for the gradients of these very queries and keys, of all of them; None: none.
     """
 
     query: Tensor
@@ -35,6 +37,7 @@ class LinearRows:
     bias: Tensor | None = None
     counted: Tensor | None = None
     scores: Tensor | None = None
+    ports: tuple[Port, Port] | None = None
 
     def narrowed(self, first: int, stop: int, keys: int, start: int | None) -> LinearRows:
         """Rows ``first`` to ``stop``, the first ``keys`` keys, and another ``start``."""
@@ -48,6 +51,7 @@ class LinearRows:
             bias=None if self.bias is None else self.bias[..., :keys],
             counted=None if self.counted is None else self.counted[..., first:stop],
             scores=None if self.scores is None else self.scores[..., :keys],
+            ports=None,
         )
 
     @property

@@ -52,19 +52,7 @@ def wide_product(weights: Tensor, x: Tensor) -> Tensor:
     Returns:
         (…, E, D), float64.
     """
-    return _product(weights, x) if torch.compiler.is_compiling() else _WideProduct.apply(weights, x)
-
-
-def gram(x: Tensor) -> Tensor:
-    """Product xᵀx, a sum over rows.
-
-    Args:
-        x: (…, N, D), float32 or float64.
-
-    Returns:
-        (…, D, D), float64.
-    """
-    return _gram(x) if torch.compiler.is_compiling() else _Gram.apply(x)
+    return plain_product(weights, x) if torch.compiler.is_compiling() else _WideProduct.apply(weights, x)
 
 
 # What follows is written once with plain operations, which compilers differentiate and fuse, and once more
@@ -92,12 +80,21 @@ def _sum(x: Tensor) -> Tensor:
     return _added([block.sum(-2, keepdim=True) for block in _blocks(x, _SHORT)]).squeeze(-2)
 
 
-def _product(weights: Tensor, x: Tensor) -> Tensor:
+def plain_product(weights: Tensor, x: Tensor) -> Tensor:
+    """:func:`wide_product` of plain operations."""
     blocks = zip(_blocks(weights.transpose(-1, -2), _SHORT), _blocks(x, _SHORT), strict=True)
     return _added([block.transpose(-1, -2) @ other for block, other in blocks])
 
 
-def _gram(x: Tensor) -> Tensor:
+def gram(x: Tensor) -> Tensor:
+    """Product xᵀx, a sum over rows, of plain operations.
+
+    Args:
+        x: (…, N, D), float32 or float64.
+
+    Returns:
+        (…, D, D), float64.
+    """
     return _added([block.transpose(-1, -2) @ block for block in _blocks(x, _LONG)])
 
 
@@ -123,7 +120,7 @@ class _WideProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(weights: Tensor, x: Tensor) -> Tensor:
-        return _product(weights, x)
+        return plain_product(weights, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -136,20 +133,3 @@ class _WideProduct(torch.autograd.Function):
         grad_weights = grad @ x.transpose(-1, -2) if ctx.needs_input_grad[0] else None
         grad_x = weights.transpose(-1, -2) @ grad if ctx.needs_input_grad[1] else None
         return grad_weights, grad_x
-
-
-class _Gram(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return _gram(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return x @ (grad + grad.transpose(-1, -2)).to(x.dtype)

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from bayesian_attention import engine
 from bayesian_attention.divergences import (
     Divergence,
+    Port,
     entrywise,
+    fork,
     has_linear_form,
     key_mask,
     linear_divergence,
@@ -23,7 +25,6 @@ from bayesian_attention.engine.arguments import check_inputs, checked_queries
 from bayesian_attention.engine.backends import choose
 from bayesian_attention.engine.dispatch import default_query_offset
 from bayesian_attention.engine.rows import DenseRows, NoiseAddress, Rows, log_normalise
-from bayesian_attention.layers.fork import fork
 from bayesian_attention.numerics import autocast_off, wide
 from bayesian_attention.posteriors import Posterior
 from bayesian_attention.priors import ConstantPrior, Prior, PriorModule
@@ -148,8 +149,10 @@ class StochasticAttention(nn.Module):
         query_valid = checked_queries(query_valid, query)
         prior = self._recorded_prior
         own_query, own_key = query, key
+        ports: tuple[Port, Port] | None = None
         if prior is not None and choose(self.backend, self.posterior.spec, query, key, value) != "reference":
-            (own_query, query), (own_key, key) = fork(query), fork(key)
+            (own_query, query, query_port), (own_key, key, key_port) = fork(query), fork(key)
+            ports = None if query_port is None or key_port is None else (query_port, key_port)
         result = engine.attend(
             own_query,
             own_key,
@@ -168,7 +171,7 @@ class StochasticAttention(nn.Module):
         if prior is not None:
             with autocast_off(query):
                 divergence = self._attention_divergence(
-                    prior, query, key, result.lse, mask, is_causal, scale, query_offset, query_valid
+                    prior, query, key, result.lse, mask, is_causal, scale, query_offset, query_valid, ports
                 )
             self._record(divergence, query.shape[0] if query.dim() > 3 else 1)
         return result
@@ -258,6 +261,7 @@ class StochasticAttention(nn.Module):
         scale: float | None,
         query_offset: int,
         query_valid: Tensor | None,
+        ports: tuple[Port, Port] | None,
     ) -> Divergence:
         """The divergence of dense attention: in linear time where it has such a form, else in blocks of rows."""
         spec = self.posterior.spec
@@ -277,6 +281,7 @@ class StochasticAttention(nn.Module):
                 is_causal=is_causal,
                 query_offset=query_offset,
                 query_valid=query_valid,
+                ports=ports,
             )
             if divergence is not None:
                 return divergence

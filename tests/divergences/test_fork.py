@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bayesian_attention.divergences import Port, fork
 from bayesian_attention.layers import StochasticAttention
-from bayesian_attention.layers.fork import fork
 from bayesian_attention.posteriors import LogNormal, Weibull
 from bayesian_attention.priors import ConstantPrior
 
@@ -15,7 +15,7 @@ from bayesian_attention.priors import ConstantPrior
 @pytest.mark.parametrize("readers", ["both", "first", "second"])
 def test_gradients_are_added(readers):
     x = torch.arange(6.0).view(2, 3).requires_grad_()
-    first, second = fork(x)
+    first, second, _ = fork(x)
     loss = torch.zeros(())
     expected = torch.zeros(2, 3)
     if readers != "second":
@@ -27,27 +27,33 @@ def test_gradients_are_added(readers):
 
 
 def test_the_sum_takes_the_memory_of_the_first_gradient():
-    x = torch.ones(3, requires_grad=True)
-    first, second = fork(x)
-    own = torch.full((3,), 2.0)
-    (grad,) = torch.autograd.grad([first, second], x, [own, torch.ones(3)])
+    x = torch.ones(1, 3, requires_grad=True)
+    first, second, port = fork(x)
+    own = torch.full((1, 3), 2.0)
+    left = Port(*(torch.zeros_like(part) for part in port))
+    left.square.copy_(torch.eye(3) * 10)
+    left.centre.fill_(0.5)
+    left.weights[..., 1, :] = 2.0
+    left.features[..., 1, :] = torch.tensor([100.0, 200.0, 300.0])
+    (grad,) = torch.autograd.grad([first, second, *port], x, [own, torch.ones(1, 3), *left])
     assert grad.data_ptr() == own.data_ptr()
-    assert grad.tolist() == [3.0] * 3
+    assert grad.tolist() == [[208.0, 408.0, 608.0]]  # 2 + 1 + 10 (1 − 0.5) + 2 · 100, …
 
 
 def test_a_gradient_that_is_differentiated_again_is_left_alone():
-    x = torch.tensor(2.0, requires_grad=True)
-    first, second = fork(x)
+    x = torch.tensor([[2.0]], requires_grad=True)
+    first, second, _ = fork(x)
     (grad,) = torch.autograd.grad(first**3 + second**2, x, create_graph=True)
     (again,) = torch.autograd.grad(grad, x)
     assert (grad.item(), again.item()) == (16.0, 14.0)
 
 
 def test_without_gradients_it_is_the_tensor_itself():
-    x = torch.ones(2, requires_grad=True)
+    x = torch.ones(2, 2, requires_grad=True)
     with torch.no_grad():
-        assert fork(x)[0] is x
-    assert fork(x.detach())[1].requires_grad is False
+        assert fork(x).own is x
+        assert fork(x).port is None
+    assert fork(x.detach()).other.requires_grad is False
 
 
 @pytest.mark.parametrize("posterior", [Weibull(), LogNormal()], ids=str)
